@@ -1,0 +1,90 @@
+"""Every error that areal raises on purpose.
+
+    ArealError
+    ├── ConfigError          a setting, a data row or an option that cannot be honoured; nothing has started
+    │   └── DataError        a task file or data set (names the file and the line)
+    ├── EpisodeError         one episode cannot go on; it is retried, then dropped and counted (I9)
+    │   ├── DeadlineExceeded the episode or one of its calls ran out of time
+    │   ├── ContextOverflow  the prompt leaves no room for an answer in the model's context
+    │   └── ForkRefused      an edit of earlier messages that the transcript cannot represent
+    ├── ServerError          an SGLang server failed (names the server)
+    │   ├── ServerLost       no connection, or it died; another server takes over
+    │   └── ServerRefused    it answered, but with an error or with garbage
+    ├── TrainerError         a trainer rank failed or refused a request (names the rank)
+    │   └── VersionConflict  a training request for a version that the rank is not at (I4)
+    ├── PublishError         new weights did not reach the servers
+    ├── ProcessError         a child process did not start, or died (has the last lines of its log)
+    ├── LedgerError          the ledger cannot be written or read
+    ├── TooManyFailures      more than `max_failures` episodes failed (has the last traceback)
+    └── Stalled              no progress for `watchdog_s`; says what was waited for (I7)
+
+A message says the value, the place and the remedy.
+"""
+
+
+class ArealError(Exception):
+    """The root: `except ArealError` catches what areal raises on purpose, and nothing else."""
+
+
+class ConfigError(ArealError):
+    """A setting that cannot be honoured. Raised before anything starts."""
+
+
+class DataError(ConfigError):
+    """A task that cannot be read. Names the file and the line."""
+
+
+class EpisodeError(ArealError):
+    """One episode cannot go on."""
+
+
+class DeadlineExceeded(EpisodeError):
+    """An episode, a model call or a tool call ran out of time."""
+
+
+class ContextOverflow(EpisodeError):
+    """The prompt leaves no room for an answer within the model's context."""
+
+
+class ForkRefused(EpisodeError):
+    """The messages cannot be turned into tokens."""
+
+
+class ServerError(ArealError):
+    """An SGLang server failed."""
+
+
+class ServerLost(ServerError):
+    """The server is not reachable or died in mid-request."""
+
+
+class ServerRefused(ServerError):
+    """The server answered with an error status or with something that is not an answer."""
+
+
+class TrainerError(ArealError):
+    """A trainer rank failed or refused a request."""
+
+
+class VersionConflict(TrainerError):
+    """A training request named a version, attempt or batch that the rank is not at (I4)."""
+
+
+class PublishError(ArealError):
+    """New weights did not reach the servers."""
+
+
+class ProcessError(ArealError):
+    """A child process did not start or died. The message ends with the last lines of its log."""
+
+
+class LedgerError(ArealError):
+    """The ledger cannot be written or read."""
+
+
+class TooManyFailures(ArealError):
+    """More than `max_failures` episodes failed in a row of the same kind."""
+
+
+class Stalled(ArealError):
+    """No progress for `watchdog_s` seconds."""

@@ -83,7 +83,7 @@ class TrainerClient(Protocol):
     data_parallel: int
 
     async def train(self, request: TrainRequest) -> TrainStats:
-        """One step. VersionConflict when the ranks are elsewhere; a repeat of the last request gets its stored answer."""
+        """One step. VersionConflict when the ranks are elsewhere; a repeat of the last gets its stored answer."""
         ...
 
     async def logprobs(self, sequences: Sequence[Ints]) -> list[Floats]:

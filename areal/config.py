@@ -2,26 +2,32 @@
 
     Config.load(["run.toml", "seed=2", "train.steps=60"], defaults={"group.size": 8})
 
-Later sources win: the defaults below, the script's own defaults, a TOML file, `key.sub=value` arguments.
+Later sources win: the defaults below, the program's own defaults, TOML files, `key.sub=value` arguments.
 `config.origins` says for each setting where its value came from. An unknown key, a value of the wrong type and a
-combination that cannot be honoured are a ConfigError before anything starts (I10).
+combination that cannot be honoured are a ConfigError before anything starts (I10). Nothing is converted: "60" is not
+a number, 1 is not true.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 
 from areal.errors import ConfigError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+    )
 
 
 class Model(Section):
@@ -37,8 +43,8 @@ class Model(Section):
 
 class Data(Section):
     train: str = ""
-    """Tasks to train on: a .jsonl or .parquet file, or a Hugging Face data set ("name" or "name:split").
-    Empty when the program passes tasks itself."""
+    """Tasks to train on: a .jsonl or .parquet file, or a folder saved by `datasets`, or a Hugging Face data set
+    ("name", "name:split" or "name:config:split"). Empty when the program passes tasks itself."""
     evaluation: str = ""
     """Tasks to evaluate on; empty takes `evaluation_size` rows away from the training tasks."""
     evaluation_size: int = Field(default=0, ge=0)
@@ -46,7 +52,7 @@ class Data(Section):
     epochs: int = Field(default=0, ge=0)
     """Times that the training tasks are gone through; 0 is without end."""
     shuffle: bool = True
-    """Whether each epoch has its own order, drawn from the seed."""
+    """Whether each epoch has its own order, drawn from the seed. A stream without a length is taken as it comes."""
 
 
 class GroupSettings(Section):
@@ -141,9 +147,10 @@ class Weights(Section):
 
 class Servers(Section):
     count: int = Field(default=1, ge=1)
-    """SGLang servers to start; not used when `urls` is given."""
+    """SGLang servers to start."""
     urls: list[str] = []
-    """Servers that run already, such as ["http://127.0.0.1:30000"]."""
+    """Servers that run already, such as ["http://127.0.0.1:30000"]; none is started then, and `count`, `port`,
+    `max_total_tokens`, `args` and `restarts` are refused."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first server, the next ones follow; 0 takes free ports."""
     max_running: int = Field(default=64, ge=1)
@@ -165,7 +172,7 @@ class Trainer(Section):
     """Trainer processes (data parallel)."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds until all ranks must be ready."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0)
     """Seconds one training step may take."""
 
 
@@ -192,16 +199,17 @@ class Metrics(Section):
 
 
 class Config(Section):
-    name: str = "run"
+    name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
     """Name of the run; its folder is `folder`/`name`-<number>."""
     folder: str = "runs"
     """Where run folders are made."""
     seed: int = Field(default=0, ge=0)
     """Seed of data order, episodes and ranks. Sampling on the servers is not seeded (see docs/settings.md)."""
     view: Literal["auto", "live", "plain", "off"] = "auto"
-    """What the terminal shows: `live` panel, `plain` lines, nothing; `auto` is live on a terminal."""
+    """What the terminal shows: `live` panel, `plain` lines, nothing; `auto` is live on a terminal, else plain."""
     watchdog_s: float = Field(default=900.0, gt=0)
-    """Seconds without progress after which the run names what it waits for and ends (I7)."""
+    """Seconds without progress after which the run names what it waits for and ends (I7). Longer than
+    `episode.timeout_s`, `weights.timeout_s`, `servers.start_timeout_s` and `trainer.timeout_s`."""
     max_failures: int = Field(default=32, ge=0)
     """Failed episodes, since the last that finished, after which the run ends with the last traceback (I9)."""
     model: Model = Model()
@@ -227,95 +235,175 @@ class Config(Section):
         """Dotted key -> where the value came from ("default" is left out)."""
         return self._origins
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Config:
-        if self.group.min_members > self.group.size:
-            raise ValueError(f"group.min_members={self.group.min_members} is more than group.size={self.group.size}")
-        if self.train.minibatches > self.train.batch_groups * self.group.size:
-            raise ValueError(
-                f"train.minibatches={self.train.minibatches} is more than the {self.train.batch_groups} x "
-                f"{self.group.size} episodes of a batch"
-            )
-        longest = max(self.episode.timeout_s, self.weights.timeout_s, self.trainer.timeout_s if self.train.steps else 0)
-        if "watchdog_s" in self.model_fields_set and self.watchdog_s < self.episode.timeout_s:
-            raise ValueError(
-                f"watchdog_s={self.watchdog_s:g} is shorter than episode.timeout_s={self.episode.timeout_s:g}: a slow "
-                f"episode would look like a hang; set it above {longest:g}"
-            )
-        if self.servers.urls and self.placement.servers:
-            raise ValueError("placement.servers is for servers that areal starts; servers.urls run already")
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _checked(cls, data: Any, handler: Any, info: ValidationInfo) -> Config:
+        """Type errors and conflicts become one ConfigError, however the tree is built."""
+        origins = (info.context or {}).get("origins", {})
+        try:
+            config: Config = handler(data)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(e, origins) for e in error.errors())) from None
+        config._origins.update(origins or dict.fromkeys(_given(config), "code"))
+        if conflicts := list(_conflicts(config)):
+            raise ConfigError("\n".join(conflicts))
+        return config
 
     @classmethod
     def load(cls, arguments: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Config:
-        """Build a Config from `[FILE.toml] key.sub=value ...`.
+        """Build a Config from `[FILE.toml ...] key.sub=value ...`.
 
-        defaults: the program's own values by dotted key; file and arguments override them.
-        Raises ConfigError for an unknown key, a wrong type or an unreadable file.
+        defaults: the program's own values by dotted key; files and arguments override them.
+        Raises ConfigError for an unknown key, a wrong type, a conflict or an unreadable file.
         """
-        values: dict[str, Any] = {}
-        origins: dict[str, str] = {}
-
-        def put(key: str, value: Any, origin: str) -> None:
-            if key not in _KEYS:
-                raise ConfigError(f"unknown setting {key!r} ({origin}){_hint(key)}")
-            values[key] = value
-            origins[key] = origin
-
-        for key, value in (defaults or {}).items():
-            put(key, value, "program")
-        for argument in arguments:
-            key, equals, text = argument.partition("=")
-            if equals:
-                put(key.strip(), _parse(text, _KEYS.get(key.strip())), "argument")
-            else:
-                for key, value in _flatten(_read_toml(argument)):
-                    put(key, value, argument)
+        values: dict[str, tuple[Any, str]] = {}
+        pairs = [argument.partition("=") for argument in arguments]
+        for key, value in _flatten(defaults or {}):
+            values[_known(key, "program")] = value, "program"
+        for path in (key for key, equals, _ in pairs if not equals):
+            for key, value in _flatten(_read_toml(path)):
+                values[_known(key, path)] = value, path
+        for key, text in ((key.strip(), text) for key, equals, text in pairs if equals):
+            known = _known(key, "argument")
+            values[known] = _parse(text, SETTINGS[known].annotation), "argument"
         tree: dict[str, Any] = {}
-        for key, value in values.items():
+        for key, (value, _) in values.items():
             section, _, leaf = key.rpartition(".")
             (tree.setdefault(section, {}) if section else tree)[leaf] = value
-        try:
-            config = cls.model_validate(tree)
-        except ValidationError as error:
-            raise ConfigError("\n".join(_explain(e, origins) for e in error.errors())) from None
-        config._origins.update(origins)
-        return config
+        return cls.model_validate(tree, context={"origins": {key: origin for key, (_, origin) in values.items()}})
 
-    def items(self) -> Iterator[tuple[str, Any, str, str]]:
-        """(dotted key, value, origin, docstring) of every setting, in the order of this file."""
-        for key, doc in _KEYS.items():
-            section, _, leaf = key.rpartition(".")
-            value = getattr(getattr(self, section) if section else self, leaf)
-            yield key, value, self._origins.get(key, "default"), doc
+    def __eq__(self, other: object) -> bool:
+        """Equal values; where they came from does not count."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a dotted key."""
+        section, _, leaf = key.rpartition(".")
+        return getattr(getattr(self, section) if section else self, leaf)
+
+    def to_toml(self) -> str:
+        """Every setting as TOML that `load` reads back to an equal tree; a comment says where each value came from."""
+        lines: list[tuple[str, str]] = []
+        section = ""
+        for key in SETTINGS:
+            head, _, leaf = key.rpartition(".")
+            if head != section:
+                section = head
+                lines += [("", ""), (f"[{section}]", "")]
+            lines.append((f"{leaf} = {_toml(self[key], key)}", self.origins.get(key, "default")))
+        width = min(48, max(len(text) for text, _ in lines))
+        return "".join(
+            f"{text:{width}}  # {origin}".rstrip() + "\n" if origin else text + "\n" for text, origin in lines
+        )
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _keys(field.annotation, f"{name}.")
+            yield from _settings(field.annotation, f"{name}.")
         else:
-            yield prefix + name, " ".join((field.description or "").split())
+            yield prefix + name, field
 
 
-_KEYS = dict(_keys(Config))
-"""Dotted key -> docstring of every setting."""
+SETTINGS: Mapping[str, FieldInfo] = dict(_settings(Config))
+"""Dotted key -> pydantic's field (default, description, annotation), in the order of this file."""
 
-_REFUSED = {"top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
+_NOT_SAMPLABLE = {"top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 
 
-def _hint(key: str) -> str:
-    if key.rpartition(".")[2] in _REFUSED:
-        return ": the trainer could not reproduce the log-probs of such tokens; sampling.temperature is what there is"
+def _given(config: Config) -> Iterator[str]:
+    for key in SETTINGS:
+        section, _, leaf = key.rpartition(".")
+        if leaf in (getattr(config, section) if section else config).model_fields_set:
+            yield key
+
+
+def _show(config: Config, key: str) -> str:
+    origin = config.origins.get(key, "default")
+    return f"{key}={_toml(config[key], key)}" + ("" if origin == "default" else f" ({origin})")
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    """What cannot be honoured together, one sentence each (I10). A value equal to its default never conflicts."""
+
+    def without_effect(keys: Sequence[str], because: str) -> Iterator[str]:
+        for key in keys:
+            if config[key] != SETTINGS[key].default:
+                yield f"{_show(config, key)} has no effect with {_show(config, because)}; leave one of them out"
+
+    c, show = config, partial(_show, config)
+    if c.group.min_members > c.group.size:
+        yield f"{show('group.min_members')} is more than {show('group.size')}"
+    if c.group.size == 1 and c.group.uniform == "replace":
+        yield f"{show('group.size')} makes every group uniform: {show('group.uniform')} would replace them for ever"
+    if c.train.minibatches > c.train.batch_groups * c.group.size:
+        yield (
+            f"{show('train.minibatches')} is more than the {c.train.batch_groups} x {c.group.size} episodes of a batch "
+            "(train.batch_groups x group.size)"
+        )
+    if c.train.steps and c.optimizer.warmup_steps > c.train.steps:
+        yield f"{show('optimizer.warmup_steps')} is more than {show('train.steps')}: the warm-up would never end"
+    if c.optimizer.schedule == "constant":
+        yield from without_effect(["optimizer.min_lr"], "optimizer.schedule")
+    elif c.optimizer.min_lr > c.optimizer.lr:
+        yield f"{show('optimizer.min_lr')} is more than {show('optimizer.lr')}"
+    if c.model.context_length and c.sampling.max_new_tokens >= c.model.context_length:
+        yield f"{show('sampling.max_new_tokens')} leaves no room for a prompt in {show('model.context_length')}"
+    if c.data.evaluation:
+        yield from without_effect(["data.evaluation_size"], "data.evaluation")
+    if c.weights.transport == "group":
+        yield from without_effect(["weights.folder"], "weights.transport")
+    if "wandb" not in c.metrics.sinks:
+        yield from without_effect(["metrics.project"], "metrics.sinks")
+    if c.servers.urls:
+        ours = ["servers.count", "servers.port", "servers.max_total_tokens", "servers.args", "servers.restarts"]
+        yield from without_effect([*ours, "placement.servers"], "servers.urls")
+    elif c.servers.port and c.servers.port + c.servers.count - 1 > 65535:
+        yield f"{show('servers.port')} with {show('servers.count')} passes the last port, 65535"
+    yield from _misplaced(config)
+    for key in ("episode.timeout_s", "weights.timeout_s", "servers.start_timeout_s", "trainer.timeout_s"):
+        if c.watchdog_s <= c[key]:
+            yield f"{show('watchdog_s')} is not above {show(key)}: slow work would look like a hang; raise it"
+
+
+def _misplaced(config: Config) -> Iterator[str]:
+    """Placements that are wrong on any machine; whether the devices exist is checked where they are known."""
+    show = partial(_show, config)
+    servers, ranks = config.placement.servers, config.placement.ranks
+    if servers and not config.servers.urls and len(servers) != config.servers.count:
+        yield f"{show('placement.servers')} places {len(servers)} servers, {show('servers.count')}"
+    if ranks and len(ranks) != config.trainer.ranks:
+        yield f"{show('placement.ranks')} places {len(ranks)} ranks, {show('trainer.ranks')}"
+    if any(not devices or min(devices) < 0 or len(set(devices)) < len(devices) for devices in servers):
+        yield f"{show('placement.servers')}: each server needs one or more different device numbers from 0"
+    if any(device < 0 for device in ranks) or len(set(ranks)) < len(ranks):
+        yield f"{show('placement.ranks')}: each rank needs a device number of its own from 0"
+    if config.weights.transport == "group" and (shared := {d for devices in servers for d in devices} & set(ranks)):
+        yield (
+            f"{show('placement.servers')} and {show('placement.ranks')} share device {min(shared)}: "
+            "a broadcast cannot have both ends on one device; use weights.transport=disk"
+        )
+
+
+def _known(key: str, origin: str) -> str:
+    if key in SETTINGS:
+        return key
     leaf = key.rpartition(".")[2]
-    near = difflib.get_close_matches(key, _KEYS, n=3) or [k for k in _KEYS if k.rpartition(".")[2] == leaf][:3]
-    return f"; did you mean {' or '.join(near)}?" if near else "; `python -m areal config` lists all"
+    if leaf in _NOT_SAMPLABLE:
+        hint = "the trainer could not reproduce the log-probs of such tokens; sampling.temperature is what there is"
+    else:
+        same_leaf = [known for known in SETTINGS if known.rpartition(".")[2] == leaf]
+        near = same_leaf or difflib.get_close_matches(key, SETTINGS, n=3)
+        hint = f"did you mean {' or '.join(near[:3])}?" if near else "`python -m areal config` lists all"
+    raise ConfigError(f"unknown setting {key!r} ({origin}): {hint}")
 
 
-def _parse(text: str, known: str | None) -> Any:
-    """A TOML value if it is one, else the text itself (so `name=first` needs no quotes)."""
+def _parse(text: str, annotation: Any) -> Any:
+    """A TOML value if it is one, else the text itself; text settings need no quotes (`name=7`)."""
+    if annotation is str and not text.startswith(('"', "'")):
+        return text
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
@@ -324,25 +412,41 @@ def _read_toml(path: str) -> dict[str, Any]:
     if not path.endswith(".toml"):
         raise ConfigError(f"argument {path!r} is neither key=value nor a .toml file")
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, dict) and prefix + key not in _KEYS:
+        if isinstance(value, dict) and prefix + key not in SETTINGS:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
+_REMEDIES = {"bool_type": "true or false", "list_type": '["a", "b"]', "dict_type": "{name = value}"}
+
+
 def _explain(error: Any, origins: Mapping[str, str]) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
-    if not key:
-        return message
-    setting = next((k for k in origins if key == k or key.startswith(k + ".")), key)
-    return f"{setting}={error['input']!r} ({origins.get(setting, 'default')}): {message}"
+    path = ".".join(str(part) for part in error["loc"] if isinstance(part, str))
+    key = next((known for known in SETTINGS if path == known or path.startswith(known + ".")), path)
+    index = "".join(f"[{part}]" for part in error["loc"] if isinstance(part, int))
+    remedy = f", such as {_REMEDIES[error['type']]}" if error["type"] in _REMEDIES else ""
+    return f"{key}{index}={error['input']!r} ({origins.get(key, 'code')}): {error['msg']}{remedy}"
+
+
+def _toml(value: Any, key: str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item, key) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(str(name), key)} = {_toml(item, key)}" for name, item in value.items()) + "}"
+    raise ConfigError(f"{key}: {value!r} cannot be written as TOML; use text, numbers, true/false, lists and tables")

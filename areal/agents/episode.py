@@ -1,0 +1,276 @@
+"""The handle that an agent gets: model calls, tools, metrics, randomness.
+
+    async def agent(episode: Episode, task: Task) -> float:
+        messages = [{"role": "user", "content": task["question"]}]
+        reply = await episode.chat(messages, tools=[search])
+        messages += [reply, *await episode.run_tools(reply)]
+
+An episode holds no timer and polls nothing: one that waits costs its memory. Calls of one episode may run at the same
+time (asyncio.gather). Its deadline belongs to whoever runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import numbers
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from areal.agents.template import Template
+from areal.agents.tools import MalformedCall, Tool, read_arguments, tool
+from areal.agents.transcript import Transcript
+from areal.errors import ArealError, ContextOverflow, EpisodeError
+from areal.types import Completion, EpisodeRecord, Ints, Message, Sampling
+
+_CLEANUP_S = 1.0
+"""Seconds that a tool which ran out of time has to end after its cancellation; then it is left behind."""
+
+
+class Generate(Protocol):
+    """The fleet's model call. `key` names the episode: calls with one key stay where their prefix is cached."""
+
+    async def __call__(self, input_ids: Ints, sampling: Sampling, *, key: str) -> Completion: ...
+
+
+class Episode:
+    """One run of an agent on one task.
+
+    template: None when the agent works on token ids only. context_length: most tokens of prompt and answer.
+    agent: the agent's name, for error messages.
+    """
+
+    def __init__(
+        self,
+        *,
+        generate: Generate,
+        template: Template | None,
+        sampling: Sampling,
+        context_length: int,
+        tool_timeout_s: float = 60.0,
+        group: int = 0,
+        member: int = 0,
+        task_id: str = "",
+        seed: int = 0,
+        agent: str = "agent",
+    ) -> None:
+        self.group = group
+        self.member = member
+        self.task_id = task_id
+        self.turns = 0
+        self.metrics: dict[str, float] = {}
+        self.tool_timeout_s = tool_timeout_s
+        self._generate = generate
+        self._template = template
+        self._sampling = sampling
+        self._context_length = context_length
+        self._agent = agent
+        self._seed = f"{seed}/{group}/{member}"
+        self._key = f"{group}/{member}"
+        self._rng: random.Random | None = None
+        self._transcript = Transcript(template)
+        self._tools: dict[Any, Tool] = {}
+        self._tools_of_call: dict[str, dict[str, Tool]] = {}
+        self._waits: list[tuple[str, float]] = []
+        self._since = asyncio.get_running_loop().time()
+        self._left_behind: set[asyncio.Task[str]] = set()
+        self._finished = False
+
+    @property
+    def forks(self) -> int:
+        """Times that the agent told an earlier turn otherwise than it was sampled."""
+        return self._transcript.forks
+
+    @property
+    def rng(self) -> random.Random:
+        """Random numbers that depend on the run's seed, the group and the member, and on nothing else."""
+        if self._rng is None:
+            self._rng = random.Random(self._seed)
+        return self._rng
+
+    @property
+    def awaits(self) -> tuple[str, float]:
+        """(what, since): what the agent has waited for the longest, and since when on the loop's clock."""
+        return self._waits[0] if self._waits else ("its own code", self._since)
+
+    @property
+    def state(self) -> str:
+        """`awaits` for a person to read."""
+        what, since = self.awaits
+        seconds = asyncio.get_running_loop().time() - since
+        return f"episode {self.group}.{self.member} (task {self.task_id}) awaits {what}, for {seconds:.1f} s"
+
+    def record(self, name: str, value: float) -> None:
+        """Keep a number as a metric of this episode; a later value of the same name replaces it."""
+        self.metrics[name] = float(value)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool | Callable[..., Any]] | None = None,
+        max_new_tokens: int | None = None,
+    ) -> Message:
+        """The model's answer to a conversation: {"role", "content"}, with "reasoning_content" when it thought and
+        "tool_calls" when it called `tools`. A call that cannot be used has an "error".
+
+        Append the answer to `messages` and go on: what was sampled stays as it is, token for token (I5).
+        max_new_tokens: most tokens of this answer, instead of the sampling's own; either shrinks to what the context
+        has left. Raises ContextOverflow when that is nothing, ForkRefused when the template cannot render.
+        """
+        if self._template is None:
+            raise EpisodeError("episode.chat needs a chat template; this episode has only generate(input_ids)")
+        if not messages:
+            raise EpisodeError("episode.chat got no messages; it needs one at least")
+        known = self._known(tools or ())
+        prompt = await self._transcript.prompt(list(messages), [each.schema for each in known.values()] or None)
+        completion = await self._complete(prompt.ids, max_new_tokens)
+        reply = await self._transcript.reply(prompt, completion, known, self._sampling.stop_token_ids)
+        for call in reply.get("tool_calls", ()):
+            self._tools_of_call[call["id"]] = known
+        return reply
+
+    async def generate(self, input_ids: Sequence[int] | Ints, max_new_tokens: int | None = None) -> Completion:
+        """Sample after `input_ids` [P]. Ids that begin with an earlier prompt and its answer continue that sequence;
+        others begin a new one. Raises ContextOverflow."""
+        ids = np.array(input_ids, dtype=np.int32)
+        if ids.ndim != 1 or not len(ids):
+            raise EpisodeError(f"episode.generate needs a flat, non-empty list of token ids, not shape {ids.shape}")
+        prompt = self._transcript.extend_ids(ids)
+        completion = await self._complete(ids, max_new_tokens)
+        self._transcript.record_ids(prompt, completion)
+        return completion
+
+    async def run_tools(self, reply: Message) -> list[Message]:
+        """Run the tool calls of a reply, all at once; a message {"role": "tool"} for each, in order.
+
+        The model is told, in place of a result, what was wrong with a malformed call, what a tool raised (unless it
+        is one of areal's own errors, which are raised), and that a tool took longer than `tool_timeout_s`.
+        """
+        calls = reply.get("tool_calls") or ()
+        tasks = [asyncio.create_task(self._run_tool(call), name=f"tool {call['function']['name']}") for call in calls]
+        if not tasks:
+            return []
+        try:
+            with self._waiting("tool " + ", ".join(call["function"]["name"] or "?" for call in calls)):
+                _, late = await asyncio.wait(tasks, timeout=self.tool_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+                if late:
+                    self._cancel(late)
+                    await asyncio.wait(late, timeout=_CLEANUP_S)
+        finally:
+            self._cancel(task for task in tasks if not task.done())
+        for call, task in zip(calls, tasks, strict=True):
+            if task not in late and task.cancelled():  # not by us: it must not look as if the episode was cancelled
+                raise EpisodeError(f"{self._agent}: tool {call['function']['name']!r} cancelled itself")
+            if task not in late and (failure := task.exception()) is not None:
+                raise failure
+        return [
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": call["function"]["name"],
+                "content": self._too_late(call) if task in late else task.result(),
+            }
+            for call, task in zip(calls, tasks, strict=True)
+        ]
+
+    def finish(self, reward: object, seconds: float) -> EpisodeRecord:
+        """End the episode: what the ledger keeps of it. Raises EpisodeError for a reward that is no finite number."""
+        self._finished = True
+        try:
+            value = float(reward) if isinstance(reward, numbers.Real | np.bool_) else math.nan
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value):
+            raise EpisodeError(
+                f"{self._agent} returned {reward!r} as the reward of task {self.task_id!r}: return a finite number "
+                "(raise an exception when there is no reward)"
+            )
+        return EpisodeRecord(
+            group=self.group,
+            member=self.member,
+            task_id=self.task_id,
+            reward=value,
+            trajectories=self._transcript.trajectories(),
+            turns=self.turns,
+            forks=self.forks,
+            seconds=seconds,
+            metrics=dict(self.metrics),
+        )
+
+    async def _complete(self, ids: Ints, max_new_tokens: int | None) -> Completion:
+        if self._finished:
+            raise EpisodeError(f"{self._agent} called the model after the episode of task {self.task_id!r} had ended")
+        wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if wanted < 1:
+            raise EpisodeError(f"max_new_tokens={wanted}: an answer has at least one token")
+        room = self._context_length - len(ids)
+        if room < 1:
+            raise ContextOverflow(
+                f"the prompt of turn {self.turns + 1} (task {self.task_id!r}) has {len(ids)} tokens and leaves no room "
+                f"for an answer in a context of {self._context_length}: shorten it, or raise model.context_length"
+            )
+        sampling = self._sampling
+        if (limit := min(wanted, room)) != sampling.max_new_tokens:
+            sampling = dataclasses.replace(sampling, max_new_tokens=limit)
+        with self._waiting(f"the model on turn {self.turns + 1}"):
+            completion = await self._generate(ids, sampling, key=self._key)
+        self.turns += 1
+        return completion
+
+    async def _run_tool(self, call: dict[str, Any]) -> str:
+        name, arguments, error = call["function"]["name"], call["function"]["arguments"], call.get("error")
+        known = self._tools_of_call.get(call["id"])
+        if known is None:
+            raise EpisodeError(f"{self._agent} ran tool call {call['id']!r}, which episode.chat never returned")
+        try:
+            if error is not None:
+                raise MalformedCall(error)
+            checked = read_arguments(name, arguments, known)
+        except MalformedCall as problem:
+            return f"Error: this call was not run: {problem}"
+        try:
+            return await known[name].run(checked)
+        except ArealError:
+            raise
+        except Exception as problem:
+            return f"Error: {type(problem).__name__}: {problem}"
+
+    def _too_late(self, call: dict[str, Any]) -> str:
+        return f"Error: {call['function']['name']} took longer than {self.tool_timeout_s:g} s and was stopped"
+
+    def _cancel(self, tasks: Iterable[asyncio.Task[str]]) -> None:
+        """Cancel, and hold on to the tasks until they end (one that ignores its cancellation ends when it likes)."""
+        for task in tasks:
+            task.cancel()
+            self._left_behind.add(task)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[str]) -> None:
+        self._left_behind.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody waits for it any more: not worth asyncio's warning
+
+    def _known(self, tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
+        known: dict[str, Tool] = {}
+        for each in tools:
+            if not isinstance(each, Tool):  # a bare function: read once per episode
+                each = self._tools.get(each) or self._tools.setdefault(each, tool(each))
+            if known.setdefault(each.name, each) is not each:
+                raise EpisodeError(f"two tools are called {each.name!r}")
+        return known
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        entry = (what, loop.time())
+        self._waits.append(entry)
+        try:
+            yield
+        finally:
+            self._waits.remove(entry)
+            self._since = loop.time()

@@ -1,0 +1,241 @@
+"""Messages <-> token ids, exactly (I5).
+
+A transcript is a tree of turns. A turn holds the ids that were added before a model call and the ids that the call
+sampled; the path from a root to a turn, laid end to end, is what the server saw and sampled, id for id. A new call
+continues the longest recorded path that its messages (or ids) begin with; what was recorded is never rendered or
+tokenised again. Leaves are trajectories.
+
+Two calls that continue the same turn are branches (best of n, a context that is reset to an earlier turn). A call
+that tells a sampled turn otherwise, or after other messages or tools, is a fork: it begins with a render of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from areal.agents.template import Template
+from areal.agents.tools import Tool, parse_calls
+from areal.types import NOT_SAMPLED, Completion, Floats, Ints, Message, Trajectory
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """What a model call gets: `ids` [P] whole, of which the last `new` were not recorded before."""
+
+    ids: Ints
+    new: Ints
+    parent: Turn | None
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One model call: what came before it since the parent's turn, and what it sampled."""
+
+    parent: Turn | None
+    prompt: Ints
+    sampled: Ints
+    logprobs: Floats
+    versions: Ints
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    reply: Message | None = None
+    handed_out: Message | None = None  # the very dict that the agent got, to tell branches with equal texts apart
+    children: list[Turn] = field(default_factory=list)
+
+    def path(self) -> list[Turn]:
+        """From the root to this turn."""
+        turns = [self]
+        while (turn := turns[-1].parent) is not None:
+            turns.append(turn)
+        return turns[::-1]
+
+
+class Transcript:
+    """All that one episode said. `template` is shared by all episodes; None allows `extend_ids` only."""
+
+    __slots__ = ("_calls", "_chats", "_sequences", "_template", "forks")
+
+    def __init__(self, template: Template | None) -> None:
+        self._template = template
+        self._chats: list[Turn] = []
+        self._sequences: list[Turn] = []
+        self._calls = 0
+        self.forks = 0
+
+    async def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Prompt:
+        """Ids of a conversation up to and with the generation prompt. Raises ForkRefused."""
+        assert self._template is not None
+        parent, known = self._longest(messages, tools)
+        new = [_snapshot(message) for message in messages[known:]]
+        if self._retells(parent, new):
+            self.forks += 1
+        if parent is None:
+            ids = await self._template.start(new, tools)
+            return Prompt(ids, ids, None, new, tools)
+        last = int(parent.sampled[-1]) if len(parent.sampled) else -1
+        ids = await self._template.extend(last, new, tools)
+        return Prompt(np.concatenate([*_ids(parent), ids]), ids, parent, new, tools)
+
+    async def reply(
+        self, prompt: Prompt, completion: Completion, tools: dict[str, Tool], stops: Collection[int]
+    ) -> Message:
+        """Record a completion of `prompt`; the assistant's message, with `reasoning_content` and `tool_calls` if any.
+
+        stops: further ids that end an answer; such an id and the model's own end of turn are not in the content.
+        """
+        assert self._template is not None
+        ids = completion.output_ids
+        if completion.finish == "stop" and len(ids) and (ids[-1] in self._template.special_ids or ids[-1] in stops):
+            ids = ids[:-1]
+        reasoning, content = self._template.split_thinking(await self._template.text(ids))
+        calls: list[dict[str, Any]] = []
+        if tools:
+            content, calls = parse_calls(content, tools)
+        message: Message = {"role": "assistant", "content": content}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [{"id": self._call_id(), **call} for call in calls]
+        turn = self._record(prompt, completion, self._chats)
+        turn.reply, turn.handed_out = _snapshot(message), message
+        return message
+
+    def extend_ids(self, ids: Ints) -> Prompt:
+        """A prompt given as ids: it continues the longest recorded sequence that it begins with."""
+        parent, known = None, 0
+        stack = [(turn, 0) for turn in self._sequences]
+        while stack:
+            turn, start = stack.pop()
+            middle = start + len(turn.prompt)
+            end = middle + len(turn.sampled)
+            if (
+                end <= len(ids)
+                and np.array_equal(ids[start:middle], turn.prompt)
+                and np.array_equal(ids[middle:end], turn.sampled)
+            ):
+                if end > known or parent is None:
+                    parent, known = turn, end
+                stack += [(child, end) for child in turn.children]
+        return Prompt(ids, ids[known:], parent)
+
+    def record_ids(self, prompt: Prompt, completion: Completion) -> None:
+        """Record a completion of a prompt that `extend_ids` made."""
+        self._record(prompt, completion, self._sequences)
+
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """One for each leaf, in the order of the calls. A sampled token that several leaves share is in the loss of
+        the first of them only; a leaf with nothing left to learn from is left out."""
+        counted: set[Turn] = set()
+        leaves = (leaf for root in (*self._chats, *self._sequences) for leaf in _leaves(root))
+        trajectories = [_trajectory(leaf, counted) for leaf in leaves]
+        return tuple(trajectory for trajectory in trajectories if len(trajectory.ids))
+
+    def _record(self, prompt: Prompt, completion: Completion, roots: list[Turn]) -> Turn:
+        turn = Turn(
+            prompt.parent,
+            prompt.new,
+            completion.output_ids,
+            completion.logprobs,
+            completion.versions,
+            prompt.messages,
+            prompt.tools,
+        )
+        (roots if prompt.parent is None else prompt.parent.children).append(turn)
+        return turn
+
+    def _longest(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[Turn | None, int]:
+        """The turn that ends the longest recorded prefix of `messages`, and the length of that prefix."""
+        best, known = None, 0
+        stack = [(turn, 0) for turn in self._chats if turn.tools == tools]
+        while stack:
+            turn, start = stack.pop()
+            at = start + len(turn.messages)
+            if (
+                at < len(messages)
+                and turn.messages == list(messages[start:at])
+                and _same_reply(messages[at], turn.reply)
+            ):
+                if at >= known or messages[at] is turn.handed_out:
+                    best, known = turn, at + 1
+                stack += [(child, at + 1) for child in turn.children if child.tools == tools]
+        return best, known
+
+    def _retells(self, parent: Turn | None, new: list[Message]) -> bool:
+        """Whether `new`, said after `parent`, tells a sampled turn otherwise or after something else."""
+        said = [message for message in new if message.get("role") == "assistant"]
+        if not said:
+            return False
+        for turn in self._chats if parent is None else parent.children:
+            at = len(turn.messages)
+            if at < len(new) and turn.messages == new[:at] and new[at].get("role") == "assistant":
+                return True
+        return any(_same_reply(message, turn.reply) for message in said for turn in _turns(self._chats))
+
+    def _call_id(self) -> str:
+        self._calls += 1
+        return f"call{self._calls:05d}"  # nine letters and digits: the form that the strictest templates ask for
+
+
+def _same_reply(message: Message, reply: Message | None) -> bool:
+    """Whether a caller's message is the sampled one. Thinking may be left out, as the templates themselves do."""
+    if reply is None or message.get("role") != "assistant" or (message.get("content") or "") != reply["content"]:
+        return False
+    reasoning = message.get("reasoning_content")
+    if reasoning is not None and reasoning != reply.get("reasoning_content", ""):
+        return False
+    calls, own = message.get("tool_calls") or (), reply.get("tool_calls", ())
+    return len(calls) == len(own) and all(a.get("function") == b["function"] for a, b in zip(calls, own, strict=True))
+
+
+def _snapshot(value: Any) -> Any:
+    """A copy that shares only strings and numbers, so that a caller's later edit of a message is noticed."""
+    if isinstance(value, dict):
+        return {key: _snapshot(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_snapshot(item) for item in value]
+    return value
+
+
+def _turns(roots: list[Turn]) -> Iterator[Turn]:
+    stack = roots[::-1]
+    while stack:
+        yield (turn := stack.pop())
+        stack += turn.children[::-1]
+
+
+def _leaves(root: Turn) -> Iterator[Turn]:
+    return (turn for turn in _turns([root]) if not turn.children)
+
+
+def _ids(turn: Turn) -> list[Ints]:
+    return [piece for step in turn.path() for piece in (step.prompt, step.sampled)]
+
+
+def _trajectory(leaf: Turn, counted: set[Turn]) -> Trajectory:
+    """The path to a leaf, up to its last token in the loss. `counted`: the turns that are in a loss already."""
+    path = leaf.path()
+    while path and (path[-1] in counted or not len(path[-1].sampled)):
+        path.pop()
+    length = sum(len(turn.prompt) + len(turn.sampled) for turn in path)
+    ids = np.empty(length, dtype=np.int32)
+    mask = np.zeros(length, dtype=np.bool_)
+    logprobs = np.zeros(length, dtype=np.float32)
+    versions = np.full(length, NOT_SAMPLED, dtype=np.int32)
+    start = 0
+    for turn in path:
+        middle = start + len(turn.prompt)
+        end = middle + len(turn.sampled)
+        ids[start:middle] = turn.prompt
+        ids[middle:end] = turn.sampled
+        logprobs[middle:end] = turn.logprobs
+        versions[middle:end] = turn.versions
+        mask[middle:end] = turn not in counted
+        counted.add(turn)
+        start = end
+    return Trajectory(ids, mask, logprobs, versions)

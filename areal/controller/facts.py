@@ -1,0 +1,153 @@
+"""What can happen to a run, as records. The ledger keeps them; folded in order they are the state of the run.
+
+A fact says what happened, never why: whoever folds it needs no policy, so a newer version of the code can go on
+with an older run. Fields may be added with a default; a field or a record that was written once keeps its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A controller took over the run; `attempt` is 0 for the first."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A group began: `members` episodes of the task at `position`, counted through all epochs of the data."""
+
+    group: int
+    task_id: str
+    position: int
+    members: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A member ended with a reward. `tokens`: (version, number of its loss tokens), versions ascending."""
+
+    group: int
+    member: int
+    reward: float
+    tokens: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """One try of a member failed. It runs again unless GaveUp or Dropped follows."""
+
+    group: int
+    member: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """A member will not be tried again."""
+
+    group: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A group waits for nothing more: it can enter a batch."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A group ended without being trained."""
+
+    group: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFormed:
+    """The groups of the step from `from_version`. Tokens of versions below `oldest_version`, `masked_tokens` of
+    them, stay out of the loss (I2)."""
+
+    batch: int
+    from_version: int
+    groups: tuple[int, ...]
+    oldest_version: int
+    masked_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The step of `batch` is done and led to `version`."""
+
+    batch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """`version` reached the servers."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """`version` is now the lowest of any server that takes requests."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """A checkpoint of `version` is complete at `path`: the steps up to it are final (I4)."""
+
+    version: int
+    path: str
+
+
+Fact = (
+    Started
+    | Admitted
+    | Finished
+    | Failed
+    | GaveUp
+    | Completed
+    | Dropped
+    | BatchFormed
+    | Trained
+    | Published
+    | Serving
+    | Checkpointed
+)
+
+_KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in Fact.__args__}
+
+
+def encode(fact: Fact) -> bytes:
+    """JSON: [name of the record, {field: value}]."""
+    return orjson.dumps([type(fact).__name__, fact])
+
+
+def decode(body: bytes) -> Fact:
+    """The inverse of `encode`. ValueError for what is not the encoding of a known fact."""
+    name, fields = orjson.loads(body)
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ValueError(f"unknown fact {name!r}: it was written by a newer version of areal")
+    try:
+        return kind(**{key: _frozen(value) for key, value in fields.items()})
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,192 @@
+"""Runs groups of episodes: admission, deadlines, retries, cancellation.
+
+`RolloutLoop` holds no policy: the scheduler says whether a group may start (I1), whether a failed episode is tried
+again (I9) and when a group is hopeless (I8). A group is one task with its members below it, so that dropping a
+group is cancelling that task, and cancelling the loop ends every episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal.agents.episode import Episode
+from areal.controller.scheduler import Scheduler, Verdict
+from areal.controller.ledger import Ledger
+from areal.data import Tasks
+from areal.errors import DataError, EpisodeError, ServerError, TooManyFailures
+from areal.types import NOT_SAMPLED, EpisodeRecord, Task
+
+log = logging.getLogger("areal")
+
+Agent = Callable[[Episode, Task], Awaitable[float]]
+
+
+class Signal:
+    """Wakes whoever waits, each time something changed: `while not condition(): await signal.wait()`."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    async def wait(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+
+@dataclass(slots=True)
+class Failure:
+    """Why an attempt at an episode ended without a reward. `kind` is what the scheduler counts it as."""
+
+    kind: str
+    message: str
+    error: BaseException
+
+    @property
+    def summary(self) -> str:
+        return self.message.strip().rpartition("\n")[2]
+
+
+async def attempt(agent: Agent, episode: Episode, task: Task, timeout_s: float) -> EpisodeRecord | Failure:
+    """Run the agent once under its deadline. Only cancellation and areal's own bugs escape."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            reward = await agent(episode, task)
+        return episode.finish(reward, loop.time() - start)
+    except TimeoutError as error:
+        if deadline.expired():
+            return Failure("timeout", f"no reward after episode.timeout_s={timeout_s:g}: {episode.state}", error)
+        return Failure("agent", _traceback(error), error)
+    except ServerError as error:
+        return Failure("server", str(error), error)
+    except DataError as error:
+        return Failure("data", str(error), error)
+    except EpisodeError as error:
+        return Failure("agent", str(error), error)
+    except Exception as error:  # user code: whatever it raises is counted, never a reward (I9)
+        return Failure("agent", _traceback(error), error)
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def loss_tokens_by_version(record: EpisodeRecord) -> dict[int, int]:
+    """Version -> number of loss tokens: all that the scheduler needs to know of an episode's tokens (I2)."""
+    counts: Counter[int] = Counter()
+    for trajectory in record.trajectories:
+        versions, numbers = np.unique(trajectory.versions[trajectory.loss_mask], return_counts=True)
+        counts.update(dict(zip(versions.tolist(), numbers.tolist(), strict=True)))
+    counts.pop(NOT_SAMPLED, None)
+    return dict(counts)
+
+
+class RolloutLoop:
+    """Keeps as many groups running as the scheduler admits.
+
+    new_episode(group, member, task_id): makes the handle an agent gets.
+    finished: the records of open groups by group number; the train loop takes them from here.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ledger: Ledger,
+        changed: Signal,
+        new_episode: Callable[[int, int, str], Episode],
+        *,
+        members: int,
+        timeout_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._changed = changed
+        self._new_episode = new_episode
+        self._members = members
+        self._timeout_s = timeout_s
+        self.running: dict[tuple[int, int], Episode] = {}
+        self.finished: dict[int, dict[int, EpisodeRecord]] = {}
+        self.exhausted = False
+        self._awaits_task = False
+        self._groups: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs because the source of tasks has none for now (a service that nobody asks)."""
+        return self._awaits_task and not self.running
+
+    async def run(self, agent: Agent, tasks: Tasks) -> None:
+        """Go through the tasks; returns when they are used up and every group has ended."""
+        self.exhausted = False
+        async with asyncio.TaskGroup() as groups:
+            source = aiter(tasks)
+            while True:
+                while not self._scheduler.may_admit():
+                    await self._changed.wait()
+                await self._ledger.ready()
+                self._awaits_task = True
+                try:
+                    task, position = await anext(source)
+                except StopAsyncIteration:
+                    break
+                finally:
+                    self._awaits_task = False
+                number = self._scheduler.admit(task["id"], position)
+                self._groups[number] = groups.create_task(self._group(agent, number, task), name=f"group {number}")
+        self.exhausted = True
+        self._changed.notify()
+
+    def drop(self, number: int) -> None:
+        """Cancel what still runs of a group that the scheduler dropped."""
+        if group := self._groups.get(number):
+            group.cancel()
+        self.finished.pop(number, None)
+
+    async def _group(self, agent: Agent, number: int, task: Task) -> None:
+        try:
+            async with asyncio.TaskGroup() as members:
+                for member in range(self._members):
+                    members.create_task(self._member(agent, number, member, task), name=f"episode {number}.{member}")
+        finally:
+            del self._groups[number]
+
+    async def _member(self, agent: Agent, number: int, member: int, task: Task) -> None:
+        """One member to its end: finished, given up, or its group dropped."""
+        while True:
+            episode = self._new_episode(number, member, task["id"])
+            self.running[number, member] = episode
+            try:
+                outcome = await attempt(agent, episode, task, self._timeout_s)
+            finally:
+                del self.running[number, member]
+            if isinstance(outcome, EpisodeRecord):
+                self.finished.setdefault(number, {})[member] = outcome
+                self._scheduler.finished(number, member, outcome.reward, loss_tokens_by_version(outcome))
+                return
+            log.warning("episode %d.%d (task %s) failed: %s", number, member, task["id"], outcome.summary)
+            verdict = self._scheduler.failed(number, member, outcome.kind, outcome.message)
+            if verdict is Verdict.END_RUN:
+                raise TooManyFailures(
+                    f"more than max_failures={self._scheduler.settings.max_failures} episodes failed without one that "
+                    f"finished; the last ({outcome.kind}, task {task['id']!r}):\n{outcome.message}"
+                ) from outcome.error
+            if verdict is not Verdict.RETRY:
+                return

@@ -1,0 +1,399 @@
+"""The pure core: decides which groups start, end and are trained. No I/O, no clock, no asyncio, no randomness.
+
+`State` is the fold of the facts and knows no policy; `Scheduler` is the policy. Each of its methods decides, turns
+the decision into facts, and folds and records each. Folding recorded facts again gives the same state.
+
+I1  A group is admitted only while floor((N - 1) / B) <= v + eta.
+I2  No token older than eta steps is in the loss of a batch.
+I3  Every admitted group is in exactly one of: trained, dropped (counted by reason), open.
+I4  A group is in one batch at most, and a batch is trained once.
+Memory holds open groups only; ended ones are counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from areal.config import Config
+from areal.controller.facts import (
+    Admitted,
+    BatchFormed,
+    Checkpointed,
+    Completed,
+    Dropped,
+    Fact,
+    Failed,
+    Finished,
+    GaveUp,
+    Published,
+    Serving,
+    Started,
+    Trained,
+)
+
+_MESSAGE_LIMIT = 4000
+_DESCRIBED_GROUPS = 8
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group that is neither trained nor dropped."""
+
+    number: int
+    task_id: str
+    position: int
+    members: int
+    rewards: dict[int, float] = field(default_factory=dict)
+    """Of the members that finished."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Loss tokens of the members that finished, by version."""
+    failures: dict[int, int] = field(default_factory=dict)
+    """Failed tries, by member."""
+    gave_up: set[int] = field(default_factory=set)
+    ready: bool = False
+
+    @property
+    def pending(self) -> list[int]:
+        """Members that have neither finished nor been given up: those to run, or running."""
+        return [m for m in range(self.members) if m not in self.rewards and m not in self.gave_up]
+
+
+@dataclass(slots=True)
+class State:
+    """Where a run stands: the fold of its facts, in order, without any policy."""
+
+    attempt: int = -1
+    version: int = 0
+    """Training steps done."""
+    serving: int = 0
+    """Lowest version of any server that takes requests (v of I1)."""
+    published: int = 0
+    checkpoint: Checkpointed | None = None
+    position: int = 0
+    """Where the next task is, counted through all epochs of the data."""
+    admitted: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Groups, by reason."""
+    open: dict[int, OpenGroup] = field(default_factory=dict)
+    """By number, ascending; those of `batch` are among them until it is trained."""
+    batch: BatchFormed | None = None
+    """The batch that is formed and not trained."""
+    finished: int = 0
+    """Episodes that finished."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Failed tries of episodes, by kind."""
+    failures_in_a_row: int = 0
+    """Since the last episode that finished, in this attempt."""
+    staleness: dict[int, int] = field(default_factory=dict)
+    """Trained loss tokens, by staleness in steps."""
+    masked_tokens: int = 0
+    """Tokens that were too old for the loss of their batch."""
+
+    @property
+    def max_staleness(self) -> int:
+        """The largest staleness of a trained token; 0 before the first step."""
+        return max(self.staleness, default=0)
+
+    @property
+    def running(self) -> int:
+        """Open groups that still wait for a member."""
+        return sum(not group.ready for group in self.open.values())
+
+    def apply(self, fact: Fact) -> None:
+        match fact:
+            case Admitted():
+                self.open[fact.group] = OpenGroup(fact.group, fact.task_id, fact.position, fact.members)
+                self.admitted += 1
+                self.position = max(self.position, fact.position + 1)
+            case Finished():
+                group = self.open[fact.group]
+                group.rewards[fact.member] = fact.reward
+                for version, count in fact.tokens:
+                    group.tokens[version] = group.tokens.get(version, 0) + count
+                self.finished += 1
+                self.failures_in_a_row = 0
+            case Failed():
+                group = self.open[fact.group]
+                group.failures[fact.member] = group.failures.get(fact.member, 0) + 1
+                self.failures[fact.kind] = self.failures.get(fact.kind, 0) + 1
+                self.failures_in_a_row += 1
+            case GaveUp():
+                self.open[fact.group].gave_up.add(fact.member)
+            case Completed():
+                self.open[fact.group].ready = True
+            case Dropped():
+                del self.open[fact.group]
+                self.dropped[fact.reason] = self.dropped.get(fact.reason, 0) + 1
+            case BatchFormed():
+                self.batch = fact
+            case Trained():
+                self._train(fact)
+            case Published():
+                self.published = fact.version
+            case Serving():
+                self.serving = fact.version
+            case Checkpointed():
+                self.checkpoint = fact
+            case Started():
+                self.attempt = fact.attempt
+                self.failures_in_a_row = 0
+
+    def _train(self, fact: Trained) -> None:
+        batch = self.batch
+        assert batch is not None
+        for number in batch.groups:
+            for version, count in self.open.pop(number).tokens.items():
+                if version >= batch.oldest_version:
+                    age = batch.from_version - version
+                    self.staleness[age] = self.staleness.get(age, 0) + count
+        self.trained += len(batch.groups)
+        self.masked_tokens += batch.masked_tokens
+        self.version = fact.version
+        self.batch = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """The policy, in numbers. `last_version` is the version after the last training step of the run."""
+
+    batch_groups: int
+    max_staleness: int
+    late: Literal["mask", "drop"]
+    group_size: int
+    min_members: int
+    uniform: Literal["train", "replace"]
+    retries: int
+    max_failures: int
+    last_version: int
+
+    @classmethod
+    def from_config(cls, config: Config, start_version: int = 0) -> SchedulerSettings:
+        group = config.group
+        return cls(
+            batch_groups=config.train.batch_groups,
+            max_staleness=config.staleness.max,
+            late=config.staleness.late,
+            group_size=group.size,
+            min_members=group.min_members or group.size,
+            uniform=group.uniform,
+            retries=config.episode.retries,
+            max_failures=config.max_failures,
+            last_version=start_version + config.train.steps,
+        )
+
+
+class Verdict(Enum):
+    """What the end of one episode means for the caller."""
+
+    WAIT = "other members of the group are still out"
+    READY = "the group is complete: a batch may be possible"
+    RETRY = "start the member again"
+    DROPPED = "the group is dropped: cancel its other members (I8)"
+    END_RUN = "too many failures in a row: end the run; the group stays open (I9)"
+
+
+class Scheduler:
+    """Events in, decisions out. `record` gets each fact right after it is folded into `state`."""
+
+    def __init__(self, settings: SchedulerSettings, record: Callable[[Fact], None]) -> None:
+        self.settings = settings
+        self.state = State()
+        self._record = record
+
+    def apply(self, fact: Fact) -> None:
+        """Fold a fact of an earlier attempt. It is not recorded again."""
+        self.state.apply(fact)
+
+    def _happened(self, fact: Fact) -> None:
+        self.state.apply(fact)
+        self._record(fact)
+
+    # -- groups
+
+    def start(self) -> int:
+        """A controller takes the run over (after a replay, if any). Returns its attempt, counted from 0."""
+        self._happened(Started(self.state.attempt + 1))
+        return self.state.attempt
+
+    def may_admit(self) -> bool:
+        """I1 (paper, eq. 3), and no group that could not be trained by `last_version`."""
+        settings, state = self.settings, self.state
+        count = state.trained + len(state.open) + 1
+        if (count - 1) // settings.batch_groups > state.serving + settings.max_staleness:
+            return False
+        in_batch = len(state.batch.groups) if state.batch else 0
+        steps_left = settings.last_version - state.version - (state.batch is not None)
+        return len(state.open) - in_batch < steps_left * settings.batch_groups
+
+    def admit(self, task_id: str, position: int) -> int:
+        """Start a group for the task at `position` of the data. Returns its number, counted from 0."""
+        if not self.may_admit():
+            raise ValueError(f"task {task_id!r} may not start now (I1): ask may_admit() first")
+        number = self.state.admitted
+        self._happened(Admitted(number, task_id, position, self.settings.group_size))
+        return number
+
+    def finished(self, group: int, member: int, reward: float, tokens: Mapping[int, int]) -> Verdict:
+        """A member ended with `reward`. tokens: version -> number of its loss tokens.
+
+        A member of a group that is dropped already changes nothing. ValueError for a reward that is not finite, a
+        version that does not exist yet, or a member that was not out.
+        """
+        opened = self._member(group, member)
+        if opened is None:
+            return Verdict.DROPPED
+        if not math.isfinite(reward):
+            raise ValueError(f"reward {reward} of group {group}, member {member}: a reward must be a finite number")
+        counts = tuple(sorted((int(version), int(count)) for version, count in tokens.items() if count))
+        if counts and not 0 <= counts[0][0] <= counts[-1][0] <= self.state.version:
+            raise ValueError(
+                f"group {group}, member {member} has tokens of versions {counts[0][0]} to "
+                f"{counts[-1][0]}, but the run has 0 to {self.state.version} (I6)"
+            )
+        self._happened(Finished(group, member, float(reward), counts))
+        return self._settle(opened)
+
+    def failed(self, group: int, member: int, kind: str, message: str) -> Verdict:
+        """A try of a member failed. kind: "agent", "timeout", "server" or "data"; the reason if the group is dropped.
+
+        A failure is retried, then given up; it never becomes a reward (I9).
+        """
+        opened = self._member(group, member)
+        if opened is None:
+            return Verdict.DROPPED
+        # Lone surrogates, which a decoded traceback may have, cannot be written as UTF-8.
+        text = message[-_MESSAGE_LIMIT:].encode("utf-8", "replace").decode()
+        self._happened(Failed(group, member, kind, text))
+        if self.state.failures_in_a_row > self.settings.max_failures:
+            return Verdict.END_RUN
+        if opened.failures[member] <= self.settings.retries:
+            return Verdict.RETRY
+        self._happened(GaveUp(group, member))
+        if opened.members - len(opened.gave_up) < min(self.settings.min_members, opened.members):
+            return self._drop(group, kind)
+        return self._settle(opened)
+
+    def drop(self, group: int, reason: str) -> None:
+        """Drop a group for a reason outside ("cancelled", "data"). Nothing happens if it has ended already."""
+        self._check_admitted(group)
+        if self.state.batch and group in self.state.batch.groups:
+            raise ValueError(f"group {group} is in batch {self.state.batch.batch}: it can only be trained")
+        if group in self.state.open:
+            self._drop(group, reason)
+
+    def _drop(self, group: int, reason: str) -> Verdict:
+        self._happened(Dropped(group, reason))
+        return Verdict.DROPPED
+
+    def _settle(self, group: OpenGroup) -> Verdict:
+        """The fate of a group after one of its members finished or was given up."""
+        if group.pending:
+            return Verdict.WAIT
+        if not group.tokens:
+            return self._drop(group.number, "empty")
+        if self.settings.uniform == "replace" and len(set(group.rewards.values())) == 1:
+            return self._drop(group.number, "uniform")
+        self._happened(Completed(group.number))
+        return Verdict.READY
+
+    def _check_admitted(self, group: int) -> None:
+        if not 0 <= group < self.state.admitted:
+            raise ValueError(f"group {group} was never admitted: the last one is {self.state.admitted - 1}")
+
+    def _member(self, group: int, member: int) -> OpenGroup | None:
+        self._check_admitted(group)
+        opened = self.state.open.get(group)
+        if opened is not None and member not in opened.pending:
+            raise ValueError(f"member {member} of group {group} is not out: waited for {opened.pending or 'none'}")
+        return opened
+
+    # -- batches
+
+    def next_batch(self, *, final: bool = False) -> BatchFormed | None:
+        """The next B complete groups, lowest number first, or None while there are too few or a batch is open.
+
+        Groups that are too old are dropped on the way (I2). `final`: no other group will ever become complete, so
+        fewer than B may do.
+        """
+        settings, state = self.settings, self.state
+        if state.batch is not None or state.version >= settings.last_version:
+            return None
+        oldest = max(0, state.version - settings.max_staleness)
+        chosen: list[OpenGroup] = []
+        for group in [g for g in state.open.values() if g.ready]:
+            if self._too_old(group, oldest):
+                self._drop(group.number, "stale")
+            else:
+                chosen.append(group)
+                if len(chosen) == settings.batch_groups:
+                    break
+        if not chosen or (len(chosen) < settings.batch_groups and not final):
+            return None
+        masked = sum(count for g in chosen for version, count in g.tokens.items() if version < oldest)
+        # One step per version and no batch is ever taken back: the version numbers the batch.
+        batch = BatchFormed(state.version, state.version, tuple(g.number for g in chosen), oldest, masked)
+        self._happened(batch)
+        return batch
+
+    def _too_old(self, group: OpenGroup, oldest: int) -> bool:
+        return (max(group.tokens) if self.settings.late == "mask" else min(group.tokens)) < oldest
+
+    def trained(self, batch: int) -> int:
+        """The step of the open batch is done. Returns the new version."""
+        if self.state.batch is None or self.state.batch.batch != batch:
+            raise ValueError(f"batch {batch} is not the open one ({self.state.batch}): it counts once (I4)")
+        self._happened(Trained(batch, self.state.version + 1))
+        return self.state.version
+
+    # -- weights
+
+    def published(self, version: int) -> None:
+        """`version` reached the servers."""
+        self._check_version(version)
+        self._happened(Published(version))
+
+    def serving(self, version: int) -> None:
+        """`version` is now the lowest of any server that takes requests."""
+        self._check_version(version)
+        if version != self.state.serving:
+            self._happened(Serving(version))
+
+    def checkpointed(self, version: int, path: str) -> None:
+        """A checkpoint of `version` is complete at `path`."""
+        self._check_version(version)
+        self._happened(Checkpointed(version, path))
+
+    def _check_version(self, version: int) -> None:
+        if not 0 <= version <= self.state.version:
+            raise ValueError(f"version {version} does not exist: the run is at {self.state.version}")
+
+    # -- what is waited for
+
+    def describe(self) -> list[str]:
+        """What the run waits for, a line each, for the watchdog (I7)."""
+        state = self.state
+        lines = []
+        if state.batch is not None:
+            groups = state.batch.groups
+            lines.append(f"training of batch {state.batch.batch} ({len(groups)} groups) from version {state.version}")
+        if state.serving < state.version:
+            lines.append(f"servers at version {state.serving}, trained is {state.version}")
+        ready = sum(g.ready for g in state.open.values()) - (len(state.batch.groups) if state.batch else 0)
+        lines.append(
+            f"a batch needs {self.settings.batch_groups} groups: {ready} complete, {state.running} running, "
+            f"another {'may' if self.may_admit() else 'may not'} start"
+        )
+        waiting = [group for group in state.open.values() if not group.ready]
+        for group in waiting[:_DESCRIBED_GROUPS]:
+            members = ", ".join(
+                f"{m} (failed {group.failures[m]}x)" if m in group.failures else str(m) for m in group.pending
+            )
+            lines.append(f"group {group.number} (task {group.task_id!r}) waits for member {members}")
+        if len(waiting) > _DESCRIBED_GROUPS:
+            lines.append(f"and {len(waiting) - _DESCRIBED_GROUPS} more groups")
+        return lines

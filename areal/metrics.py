@@ -1,0 +1,241 @@
+"""What is measured: the record of one step, the files it goes to, and two small measures.
+
+`metrics.jsonl` is always written; TensorBoard and W&B by `metrics.sinks`. One thread does all writing, because a
+network file system or W&B may block for seconds and the event loop may not. Metrics are not worth a run: a write that
+fails is logged as a warning, once, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+
+from areal.errors import ConfigError
+from areal.types import Batch
+
+log = logging.getLogger("areal.metrics")
+NAN = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a training step looked like from the controller. NaN means not known.
+
+    version: after the step. staleness: steps -> loss tokens of the batch. generated_tokens_per_s: since the last step;
+    trained_tokens_per_s: of the trainer while it works. still_share: 0..1, time the servers stood still for weights
+    over time. logprob_gap: TrainStats.logprob_gap_max. success: of the last evaluation. seconds: since the last step.
+    """
+
+    step: int
+    steps: int
+    version: int
+    reward_mean: float = NAN
+    groups: int = 0
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    generated_tokens_per_s: float = NAN
+    trained_tokens_per_s: float = NAN
+    still_share: float = NAN
+    logprob_gap: float = NAN
+    success: float = NAN
+    episodes_running: int = 0
+    groups_open: int = 0
+    seconds: float = NAN
+    notes: tuple[str, ...] = ()
+
+    def metrics(self) -> dict[str, Any]:
+        """The numbers under the names they have in metrics.jsonl."""
+        return {
+            "version": self.version,
+            "reward": self.reward_mean,
+            "success": self.success,
+            "groups": self.groups,
+            "staleness": dict(self.staleness),
+            "generated_tokens_per_s": self.generated_tokens_per_s,
+            "trained_tokens_per_s": self.trained_tokens_per_s,
+            "still_share": self.still_share,
+            "logprob_gap": self.logprob_gap,
+            "episodes_running": self.episodes_running,
+            "groups_open": self.groups_open,
+            "seconds": self.seconds,
+        }
+
+
+class Sink(Protocol):
+    """Where numbers go, by flat names. Used by the writer thread only."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """`async with Metrics(folder, config.metrics.sinks) as metrics: metrics.log(step, {...})`
+
+    folder: of the run; its name is the name of the run in W&B. settings: shown by W&B beside the run.
+    Raises ConfigError for a sink whose package is missing (at once) or that does not open (on entering).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sinks: Sequence[str] = (),
+        project: str = "areal",
+        settings: Mapping[str, Any] | None = None,
+    ):
+        for sink in sinks:
+            if importlib.util.find_spec(sink) is None:
+                raise ConfigError(f'metrics.sinks={list(sinks)}: {sink} is not installed; pip install "areal[{sink}]"')
+        self._folder = folder
+        self._names = sinks
+        self._project = project
+        self._settings = settings or {}
+        self._sinks: list[Sink] = []
+        self._queue: SimpleQueue[tuple[int, float, dict[str, Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="areal-metrics", daemon=True)
+        self._warned = False
+
+    async def __aenter__(self) -> Metrics:
+        await asyncio.to_thread(self._open)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Hand over the numbers of one step; returns at once. A value may be a mapping (name -> number)."""
+        self._queue.put((step, time.time(), dict(values)))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is left and close the sinks; blocks. After timeout_s the rest is given up, with a warning."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("metrics: still writing after %g s; the last ones may be missing in %s", timeout_s, self._names)
+
+    def _open(self) -> None:
+        self._file = (self._folder / "metrics.jsonl").open("ab")
+        for name in self._names:
+            try:
+                if name == "tensorboard":
+                    self._sinks.append(TensorBoard(self._folder / "tensorboard"))
+                else:
+                    self._sinks.append(Wandb(self._folder, self._project, self._settings))
+            except Exception as error:
+                raise ConfigError(f"metrics.sinks: {name} does not start: {error}") from error
+
+    def _write(self) -> None:
+        while (item := self._queue.get()) is not None:
+            step, when, values = item
+            try:
+                row = {"step": step, "time": round(when, 3), **values}
+                options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+                self._file.write(orjson.dumps(row, option=options))  # NaN becomes null
+                self._file.flush()
+                flat = dict(_flat(values))
+                for sink in self._sinks:
+                    sink.write(step, flat)
+            except Exception as error:
+                self._warn(error)
+        for close in [sink.close for sink in self._sinks] + [self._file.close]:
+            try:
+                close()
+            except Exception as error:
+                self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("metrics are incomplete from here on: %s: %s", type(error).__name__, error)
+
+
+class TensorBoard:
+    """Event files in `folder`."""
+
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """One W&B run, named like the run folder; WANDB_MODE=offline needs no network."""
+
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]):
+        import wandb
+
+        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(settings))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float | np.number):
+            yield f"{prefix}{name}", float(value)
+
+
+class Rate:
+    """Events per second over a sliding window; `now` is any monotonic time in seconds, such as loop.time()."""
+
+    def __init__(self, window_s: float, now: float):
+        self._window_s = window_s
+        self._start = now
+        self._events: deque[tuple[float, float]] = deque()
+        self._sum = 0.0
+
+    def add(self, count: float, now: float) -> None:
+        self._events.append((now, count))
+        self._sum += count
+        self._forget(now)
+
+    def per_second(self, now: float) -> float:
+        """Over the window, or since the start where that is shorter; 0 before any time has passed."""
+        self._forget(now)
+        span = min(self._window_s, now - self._start)
+        return self._sum / span if span > 0 else 0.0
+
+    def _forget(self, now: float) -> None:
+        while self._events and self._events[0][0] <= now - self._window_s:
+            self._sum -= self._events.popleft()[1]
+
+
+def staleness_of(batch: Batch) -> dict[int, int]:
+    """Staleness in steps -> number of loss tokens of the batch that have it, smallest staleness first."""
+    versions = [
+        trajectory.versions[trajectory.loss_mask]
+        for group in batch.groups
+        for episode in group.episodes
+        for trajectory in episode.trajectories
+    ]
+    if not versions:
+        return {}
+    found, counts = np.unique(batch.from_version - np.concatenate(versions), return_counts=True)
+    return {int(staleness): int(count) for staleness, count in zip(found, counts, strict=True)}

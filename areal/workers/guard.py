@@ -1,0 +1,80 @@
+"""Starts one command and outlives everything that came of it: no orphans, even when the controller is killed.
+
+    python -I -S guard.py LIFELINE_FD PARENT_PID command ...
+
+A program of its own that imports nothing of areal (it is ready after some 20 ms). The lifeline is the read end of a
+pipe whose write end the parent holds. The byte T on it means SIGTERM to the command's process group, any other byte
+or its end SIGKILL to all. The parent's death counts as its end, even where a fork of the parent still holds the write
+end. Being a subreaper, the guard inherits every descendant whose own parent ends, in whatever session or group it is,
+and kills these when the command has ended.
+
+Exit code: that of the command, 128 + n when signal n ended it, 127 when it could not be started.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+
+PR_SET_CHILD_SUBREAPER = 36
+TERMINATE = b"T"
+
+
+def main(lifeline: int, parent: int, command: list[str]) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the command gets these itself; the guard stays until it has ended
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.set_inheritable(lifeline, False)
+    try:
+        parent_fd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return 128 + signal.SIGKILL
+    try:
+        pid = os.posix_spawnp(command[0], command, os.environ, setpgroup=0, setsigdef=signal.valid_signals())
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        return 127
+    try:
+        child_fd = os.pidfd_open(pid)
+        poll = select.poll()
+        for fd in (lifeline, parent_fd, child_fd):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if child_fd in ready or parent_fd in ready or os.read(lifeline, 1) != TERMINATE:
+                break
+            os.killpg(pid, signal.SIGTERM)
+    finally:
+        os.kill(pid, signal.SIGKILL)  # no effect on a command that has ended by itself: it is not reaped yet
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        kill_descendants()
+    return code if code >= 0 else 128 - code
+
+
+def kill_descendants() -> None:
+    """End what is left of the tree. Each death hands the children of the dead to this process: repeat until none."""
+    while pids := children():
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(pid, 0)
+
+
+def children() -> list[int]:
+    me = os.getpid()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    stat = file.read()
+            except OSError:  # ended since the listing
+                continue
+            if int(stat[stat.rindex(b")") + 2 :].split()[1]) == me:
+                found.append(int(entry))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,168 @@
+"""Start, watch and end a child process. No orphans: see `guard.py`, the small process between a child and this one.
+
+A Child belongs to no event loop: any thread's loop may start it, wait for it or stop it. No signal handler is
+installed, and nothing is shared between two controllers in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from io import FileIO
+from pathlib import Path
+
+from areal.errors import ConfigError, ProcessError
+
+GUARD = Path(__file__).with_name("guard.py")
+KILL_TIMEOUT_S = 5.0
+"""Seconds a tree may take to go after SIGKILL; only a process stuck in the kernel takes longer."""
+FREE_PORTS = range(20000, 32000)
+"""Where free ports are looked for: below the ports (32768 and up) that the kernel gives to outgoing connections, one
+of which could take the place before a slow child binds it."""
+
+
+class Child:
+    """A running command, its descendants, and its log file. Dropping the last reference kills them."""
+
+    def __init__(self, name: str, log: Path, lifeline: int, process: subprocess.Popen[bytes]) -> None:
+        self.name = name
+        self.log = log
+        self._lifeline = FileIO(lifeline, "w")
+        self._exit: Future[int] = Future()
+        self._exit.set_running_or_notify_cancel()  # a cancelled `wait` must not cancel it for the others
+        threading.Thread(target=_reap, args=(process, self._exit), name=f"wait-{name}", daemon=True).start()
+
+    @classmethod
+    def start(
+        cls, name: str, command: Sequence[str], *, log: Path | str, env: Mapping[str, str] | None = None
+    ) -> Child:
+        """Start `command` with `env` added to this process's environment.
+
+        Standard output and error are appended to the file `log`, whose folder is made if needed. A command that does
+        not exist ends with code 127 and the reason in its log.
+        """
+        log = Path(log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        read_end, write_end = os.pipe()
+        try:
+            with open(log, "ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(GUARD), str(read_end), str(os.getpid()), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(env or {})},
+                    pass_fds=(read_end,),
+                    start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
+                )
+        except BaseException:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        return cls(name, log, write_end, process)
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; 128 + n when signal n ended it."""
+        return self._exit.result() if self._exit.done() else None
+
+    async def wait(self) -> int:
+        """Return the exit code once the command and all its descendants are gone. May be cancelled."""
+        code = await asyncio.wrap_future(self._exit)
+        self._lifeline.close()
+        return code
+
+    async def stop(self, grace_s: float = 10.0) -> int:
+        """SIGTERM to its process group, SIGKILL to all descendants after `grace_s`. May be repeated.
+
+        Returns the exit code. Raises ProcessError when something survives even that for 5 seconds.
+        """
+        self._tell(b"T")
+        try:
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.kill()
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                return await self.wait()
+        except TimeoutError:
+            raise ProcessError(f"{self.name} is not gone {KILL_TIMEOUT_S:g} s after SIGKILL; log: {self.log}") from None
+
+    def kill(self) -> None:
+        """SIGKILL to the command and all its descendants; returns at once."""
+        self._tell(b"K")  # closing alone would not do while a fork of this process holds the other copy
+        self._lifeline.close()
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines of the log."""
+        with open(self.log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 400 * lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+    def error(self, what: str) -> ProcessError:
+        """A ProcessError "<name> <what>" that ends with the last lines of the log."""
+        return ProcessError(f"{self.name} {what}; the last lines of {self.log}:\n{self.tail()}")
+
+    def _tell(self, byte: bytes) -> None:
+        with suppress(BrokenPipeError, ValueError):  # it has ended, or was killed already
+            self._lifeline.write(byte)
+
+
+def _reap(process: subprocess.Popen[bytes], exit: Future[int]) -> None:
+    exit.set_result(process.wait())
+
+
+def check_port(port: int, host: str = "127.0.0.1") -> None:
+    """Raise ConfigError when `port` cannot be listened on."""
+    try:
+        _bind(port, host).close()
+    except OSError as error:
+        raise ConfigError(f"port {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """`count` different ports that nothing listens on now."""
+    start = random.SystemRandom().randrange(len(FREE_PORTS))  # not the program's seed: runs side by side may share it
+    ports: list[int] = []
+    with ExitStack() as held:
+        for port in (*FREE_PORTS[start:], *FREE_PORTS[:start]):
+            if len(ports) == count:
+                break
+            try:
+                held.enter_context(_bind(port, host))
+            except OSError:
+                continue
+            ports.append(port)
+    if len(ports) < count:
+        raise ConfigError(f"{count} free ports are needed on {host}, {len(ports)} were found in {FREE_PORTS}")
+    return ports
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens on now."""
+    return free_ports(1, host)[0]
+
+
+def _bind(port: int, host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is not "taken"
+        listener.bind((host, port))
+        listener.listen()  # bind alone succeeds on a port that another socket with SO_REUSEADDR has bound
+    except BaseException:
+        listener.close()
+        raise
+    return listener

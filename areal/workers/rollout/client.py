@@ -1,0 +1,322 @@
+"""HTTP client of one SGLang server.
+
+    client = SGLangClient(url, origin="search.0", vocab_size=151936)   # inside a running loop
+    generation = await client.generate(rid, input_ids, Sampling(max_new_tokens=64))
+
+An answer is taken whole or refused: ids, log-probs and version spans must be there and agree in length (I5, I6), and
+every span must carry a label of this run and attempt. Answers are parsed on the event loop, the largest too: orjson
+holds the GIL, so that a thread would not free the loop, and 4,096 tokens (160 kB) take about 1 ms.
+
+The client sets no deadline on `generate`; its caller has one. Other calls end after `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+
+from areal.errors import EpisodeError, ServerLost, ServerRefused
+from areal.types import Floats, Generation, Ints, Sampling, TensorSpec
+from areal.workers.protocols import ServerInfo, WeightGroup
+
+CONNECT_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 10.0
+ABORT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 3.0
+"""SGLang closes an idle connection after 5 s; a request sent at that moment would be lost."""
+FLUSH_WAIT_S = 1.0
+"""How long the server itself waits to become idle, in one /flush_cache call."""
+FLUSH_PAUSE_S = 0.05
+JSON = {"content-type": "application/json"}
+
+
+def make_label(origin: str, version: int) -> str:
+    """The label of weights on a server: "<run>.<attempt>:<version>", where `origin` is "<run>.<attempt>"."""
+    return f"{origin}:{version}"
+
+
+def version_of(label: str, origin: str) -> int | None:
+    """The version that `label` names, or None when it is not a label of `origin`."""
+    head, _, tail = label.rpartition(":")
+    return int(tail) if head == origin and tail.isascii() and tail.isdigit() else None
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session without a limit of connections. Call it inside the running loop, and close it."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        read_bufsize=2**20,  # an answer of 4,096 tokens without pausing the transport
+    )
+
+
+class SGLangClient:
+    """One server (see `ServerClient`). `session` may be shared by many clients; without one the client owns its own.
+
+    origin: "<run>.<attempt>", the head of this attempt's labels. vocab_size: rows of the embedding; an id outside
+    would end the whole server, so it is an EpisodeError here.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        origin: str,
+        vocab_size: int,
+        timeout_s: float = 120.0,
+        session: aiohttp.ClientSession | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.origin = origin
+        self.vocab_size = vocab_size
+        self.timeout_s = timeout_s
+        self._owned = session is None
+        self._session = session or open_session()
+
+    async def generate(self, rid: str, input_ids: Ints, sampling: Sampling) -> Generation:
+        self._check_ids(input_ids)
+        body = {
+            "rid": rid,
+            "input_ids": np.ascontiguousarray(input_ids),
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "stop_token_ids": sampling.stop_token_ids,
+                "ignore_eos": sampling.ignore_eos,
+                # said outright: a model's generation_config.json may set others, which the ranks could not reproduce
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+            },
+            "return_logprob": True,
+        }
+        return self._generation(await self._ok("/generate", body, None))
+
+    async def abort(self, rid: str) -> None:
+        await self._ok("/abort_request", {"rid": rid}, ABORT_TIMEOUT_S)
+
+    async def info(self) -> ServerInfo:
+        model = await self._get("/model_info")
+        listed = await self._get("/v1/models")
+        try:
+            context = int(listed["data"][0]["max_model_len"])
+            return ServerInfo(
+                label=str(model["weight_version"]), model_path=str(model["model_path"]), context_length=context
+            )
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._refused("/model_info", f"not an answer of SGLang ({error!r})") from None
+
+    async def healthy(self) -> bool:
+        try:
+            return (await self._send("/health", None, HEALTH_TIMEOUT_S))[0] == 200
+        except ServerLost:
+            return False
+
+    async def load_disk(self, folder: str, label: str) -> None:
+        body = {"model_path": folder, "weight_version": label, "load_format": "auto", "abort_all_requests": True}
+        try:
+            await self._succeed("/update_weights_from_disk", body)
+        except ServerRefused as error:
+            if not _not_flushed(error):
+                raise
+            await self._finish_load(label)
+
+    async def join_group(self, group: WeightGroup, rank: int) -> None:
+        body = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._succeed("/init_weights_update_group", body)
+
+    async def load_group(self, group: str, specs: Sequence[TensorSpec], label: str) -> None:
+        await self._ok("/abort_request", {"abort_all": True}, ABORT_TIMEOUT_S)  # begin waits for whatever still runs
+        session = await self._begin()
+        body = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [spec.shape for spec in specs],
+            "group_name": group,
+            "weight_version": label,
+            "abort_all_requests": True,
+        }
+        not_flushed = False
+        try:
+            await self._succeed("/update_weights_from_distributed", body)
+        except ServerRefused as error:
+            not_flushed = _not_flushed(error)
+            if not not_flushed:
+                if session:
+                    await self._succeed("/end_weight_update", {})
+                raise
+        # When cancelled here the server may hang in the broadcast: the session stays open, and `_begin` closes it.
+        if session:
+            await self._succeed("/end_weight_update", {})
+        if not_flushed:
+            await self._finish_load(label)
+
+    async def leave_group(self, group: str) -> None:
+        await self._succeed("/destroy_weights_update_group", {"group_name": group})
+
+    async def flush(self) -> None:
+        path = f"/flush_cache?timeout={FLUSH_WAIT_S:g}"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                while (await self._send(path, {}, None))[0] != 200:
+                    # A request whose abort was lost still runs; nothing else may, since the gate is closed.
+                    await self._ok("/abort_request", {"abort_all": True}, ABORT_TIMEOUT_S)
+                    await asyncio.sleep(FLUSH_PAUSE_S)  # where a server refuses at once
+        except TimeoutError:
+            raise self._refused(path, f"the KV cache could not be emptied within {self.timeout_s:g} s") from None
+
+    async def score(self, ids: Ints) -> Floats:
+        self._check_ids(ids)
+        body = {
+            "input_ids": np.ascontiguousarray(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self._ok("/generate", body, self.timeout_s)
+        try:
+            triples = orjson.loads(answer)["meta_info"]["input_token_logprobs"]
+            logprobs = np.array([0.0, *(triple[0] for triple in triples[1:])], np.float32)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._refused("/generate", f"no log-probs of the prompt ({error!r})") from None
+        if len(logprobs) != len(ids):
+            raise self._refused("/generate", f"{len(logprobs)} log-probs of a prompt of {len(ids)} tokens")
+        return logprobs
+
+    async def close(self) -> None:
+        if self._owned:
+            await self._session.close()
+
+    def _generation(self, answer: bytes) -> Generation:
+        try:
+            data = orjson.loads(answer)
+            meta = data["meta_info"]
+            ids = data["output_ids"]
+            count = len(ids)
+            finish = meta["finish_reason"]["type"]
+            triples = meta["output_token_logprobs"] if count else ()
+            tokens = [triple[1] for triple in triples]
+            logprobs = np.array([triple[0] for triple in triples], np.float32)
+            spans = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]] if count else []
+            output_ids = np.array(ids, np.int32)
+            versions = np.empty(count, np.int32)
+            end = 0
+            for label, start, stop in spans:
+                version = version_of(label, self.origin)
+                if version is None:
+                    raise self._refused("/generate", f"sampled by weights {label!r}, not by {self.origin}")
+                if start != end or stop < start:
+                    raise self._refused("/generate", f"version spans with a hole or an overlap: {spans}")
+                versions[start:stop] = version
+                end = stop
+            cached = int(meta.get("cached_tokens", 0))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise self._refused("/generate", f"{error!r} in the answer {_head(answer)}") from None
+        if tokens != ids or end != count:
+            raise self._refused(
+                "/generate",
+                f"{count} tokens with {len(tokens)} log-probs and versions of {end}, not of the same tokens",
+            )
+        if count and (output_ids.min() < 0 or output_ids.max() >= self.vocab_size):
+            raise self._refused("/generate", f"a token outside the vocabulary of {self.vocab_size}")
+        if finish not in ("stop", "length", "abort"):
+            raise self._refused("/generate", f"unknown finish reason {finish!r}")
+        if not count and finish != "abort":
+            raise self._refused("/generate", f"no tokens, finish reason {finish!r}")
+        return Generation(output_ids, logprobs, versions, finish, cached)
+
+    def _check_ids(self, ids: Ints) -> None:
+        if not len(ids):
+            raise EpisodeError("a prompt without tokens; give at least one")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise EpisodeError(
+                f"token id {low if low < 0 else high} in the prompt is outside the vocabulary of {self.vocab_size}; "
+                "was it made by another model's tokenizer?"
+            )
+
+    async def _begin(self) -> bool:
+        """Open a weight-update session; False when this SGLang has none."""
+        status, answer = await self._send("/begin_weight_update", {}, self.timeout_s)
+        if status == 404:
+            return False
+        if status == 400 and b"already open" in answer:
+            await self._succeed("/end_weight_update", {})
+            status, answer = await self._send("/begin_weight_update", {}, self.timeout_s)
+        if status != 200:
+            raise self._refused("/begin_weight_update", f"HTTP {status}: {_head(answer)}")
+        return True
+
+    async def _finish_load(self, label: str) -> None:
+        """The weights are new, but old KV is there and half of the server reports the old label."""
+        await self.flush()
+        body = {"new_version": label, "abort_all_requests": False}
+        await self._ok("/update_weight_version", body, self.timeout_s)
+
+    async def _succeed(self, path: str, body: dict[str, Any]) -> None:
+        data = self._json(path, await self._ok(path, body, self.timeout_s))
+        if not (isinstance(data, dict) and data.get("success") is True):
+            raise self._refused(path, f"no success: {str(data)[:300]}")
+
+    async def _get(self, path: str) -> Any:
+        return self._json(path, await self._ok(path, None, self.timeout_s))
+
+    def _json(self, path: str, answer: bytes) -> Any:
+        try:
+            return orjson.loads(answer)
+        except ValueError:
+            raise self._refused(path, f"not JSON: {_head(answer)}") from None
+
+    async def _ok(self, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> bytes:
+        status, answer = await self._send(path, body, timeout_s)
+        if status != 200:
+            raise self._refused(path, f"HTTP {status}: {_head(answer)}")
+        return answer
+
+    async def _send(self, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> tuple[int, bytes]:
+        """POST `body`, or GET when it is None: (status, answer)."""
+        method, data = (
+            ("GET", None) if body is None else ("POST", orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
+        )
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, self.url + path, data=data, headers=JSON) as response,
+            ):
+                return response.status, await response.read()
+        except TimeoutError as error:
+            if isinstance(error, aiohttp.ClientError) or timeout_s is None:
+                raise self._lost(path, error) from None
+            raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(path, error) from None
+
+    def _lost(self, path: str, error: BaseException) -> ServerLost:
+        return ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}")
+
+    def _refused(self, path: str, why: str) -> ServerRefused:
+        return ServerRefused(f"{self.url}{path}: {why}")
+
+
+def _not_flushed(error: ServerRefused) -> bool:
+    """Whether the new weights are in place, and only the old KV cache is left (SGLang answers 400)."""
+    return "cache was not flushed" in str(error)
+
+
+def _head(answer: bytes, size: int = 300) -> str:
+    text = answer[:size].decode(errors="replace")
+    return text + "..." if len(answer) > size else text

@@ -1,0 +1,101 @@
+"""Everything that differs on a machine without CUDA. Call `install` before the first import of Megatron-core.
+
+Megatron-core names CUDA in places that a CPU run passes: as the device of buffers, as streams to wait for, in the
+string by which optimizers sort parameters. With a few entries of torch's public namespace redirected it runs
+unmodified on a CPU, over gloo. The changes are process-wide, and `Tensor.type` then says what is not so: only
+rank processes, which run nothing else, may install them.
+
+`fix_adam_state` is for machines with GPUs too: Megatron-core without Transformer Engine and apex falls back to torch's
+AdamW, whose state it does not load correctly.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "full_like")
+
+
+class _Stream:
+    """A stream, or an event, of a device that does everything in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def install() -> bool:
+    """Redirect CUDA to the CPU where there is no CUDA; returns whether it did."""
+    if torch.cuda.is_available():
+        return False
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = lambda *args: None
+    cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
+    cuda.Stream = cuda.Event = _Stream
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.type = _cuda_type(torch.Tensor.type)
+    torch.compile = _no_compile  # it decorates small functions at import, where it costs seconds
+    return True
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if isinstance(device, int) or str(device).startswith("cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's optimizers accept a parameter only if `parameter.type()` is "torch.cuda.FloatTensor" or alike."""
+
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(self, dtype, *args, **kwargs)
+
+    return type_
+
+
+def _no_compile(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return function if callable(function) else lambda function: function
+
+
+def fix_adam_state() -> bool:
+    """Let the distributed optimizer load the state of torch's AdamW; returns whether that is what it uses.
+
+    It is written for fused optimizers that count steps per group. torch's AdamW counts per parameter: on loading the
+    count was missing, and once given it was one tensor for all parameters, advanced once for each of them.
+    """
+    if importlib.util.find_spec("transformer_engine") or importlib.util.find_spec("apex"):
+        return False
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @torch.no_grad()
+    def load(self: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+            tensors = {**tensors, "step": state["step"]}
+        original(self, parameter, tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = load
+    return True

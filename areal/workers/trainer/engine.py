@@ -1,0 +1,364 @@
+"""One rank's model and optimizer, and what can be asked of them.
+
+I2 is asserted again here; I4 is kept by name: a step carries (attempt, from_version, batch_id), the last one's answer is
+stored. Every rank of a data-parallel group takes the same decisions at the same places, from sums over the group: a
+rank that fails says so in the next sum instead of leaving the others to wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from areal.algorithms.losses import ppo_loss, sft_loss
+from areal.errors import TrainerError, VersionConflict
+from areal.types import NOT_SAMPLED, Floats, Ints, TensorSpec, TrainRequest, TrainStats
+from areal.workers.trainer import convert
+from areal.workers.trainer.architecture import Architecture
+from areal.workers.trainer.model import Scorer, build
+from areal.workers.trainer.wire import RankSettings
+
+NAN = math.nan
+
+
+class PeerFailed(TrainerError):
+    """Another rank failed; its own answer has the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Micro:
+    """One forward pass: T tokens of S sequences. Tensors have shape [T]."""
+
+    lengths: list[int]
+    ids: Tensor
+    weights: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    own_version: Tensor
+
+
+class Engine:
+    """Builds the rank's model from `settings.model_path`. torch.distributed must be initialised."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self.attempt, self.version = settings.attempt, settings.version
+        self._settings = settings
+        self._torn = ""
+        self._last: tuple[tuple[int, int, int], TrainStats] | None = None
+        parallel_state.initialize_model_parallel(
+            create_gloo_process_groups=False, distributed_timeout_minutes=settings.timeout_s / 60
+        )
+        self._group = parallel_state.get_data_parallel_group()
+        self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        self._dtype = getattr(torch, settings.dtype)
+        self._architecture = Architecture.read(settings.model_path)
+        self._companions = convert.companions(settings.model_path)
+        model = build(self._architecture, self._dtype)
+        convert.load(model, settings.model_path, self._architecture)
+        self._model = DistributedDataParallel(
+            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+        self._score = Scorer(self._model, self._architecture, self._dtype)
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=0.0,  # each request brings its own
+                min_lr=0.0,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                bf16=self._dtype == torch.bfloat16,
+                params_dtype=self._dtype,
+            ),
+            [self._model],
+            use_gloo_process_groups=False,
+        )
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, request: TrainRequest) -> TrainStats:
+        """Take the step of `request` (this rank's part of it), together with the other ranks.
+
+        A repeat of the last step gets its stored answer. Raises VersionConflict for a step of another attempt or
+        version; TrainerError for a batch that breaks an invariant and for a gradient that is not finite.
+        """
+        key = (request.attempt, request.from_version, request.batch_id)
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        if (request.attempt, request.from_version) != (self.attempt, self.version):
+            raise VersionConflict(
+                f"asked for batch {request.batch_id} from version {request.from_version} of attempt "
+                f"{request.attempt}; the rank is at version {self.version} of attempt {self.attempt}"
+            )
+        self._check_whole()
+        stats = self._step(request)
+        self.version += 1
+        self._last = (key, stats)
+        return stats
+
+    def _step(self, request: TrainRequest) -> TrainStats:
+        started = time.monotonic()
+        sums = _Sums(self._device)
+        updates: list[list[_Micro]] = []
+        proximal: list[list[Tensor]] = []
+        error: Exception | None = None
+        try:
+            _check(request, self._architecture.vocab)
+            updates = [list(self._micros(request, mini.shards[0])) for mini in request.minibatches]
+            # The first update's own forward pass has the same weights: no need to compute it twice.
+            proximal = [[], *(self._proximal(micros, request) for micros in updates[1:])]
+        except Exception as caught:
+            error = caught
+        self._agree(error)
+
+        norms: list[float] = []
+        for turn in range(request.passes):
+            for number, mini in enumerate(request.minibatches):
+                first = turn == number == 0
+                self._model.zero_grad_buffer()
+                try:
+                    for index, micro in enumerate(updates[number]):
+                        logprobs, entropy = self._score(micro.ids, micro.lengths, request.temperature)
+                        if first:
+                            proximal[0].append(logprobs.detach())
+                        loss = self._loss(request, micro, logprobs, proximal[number][index], entropy, sums)
+                        (loss / mini.loss_tokens).backward()
+                        if turn == 0:
+                            sums.batch(micro, proximal[number][index])
+                except Exception as caught:
+                    error = caught
+                self._agree(error)
+                norms.append(self._update(request))
+                self._torn = f"the step from version {self.version} failed after {len(norms)} of its updates"
+        stats = sums.reduce(self._group, request.kind)
+        self._torn = ""
+        return TrainStats(
+            version=self.version + 1,
+            grad_norm=float(np.mean(norms)) if norms else NAN,
+            seconds=self._slowest(time.monotonic() - started),
+            **stats,
+        )
+
+    @torch.no_grad()
+    def _proximal(self, micros: Sequence[_Micro], request: TrainRequest) -> list[Tensor]:
+        """Log-probs under the weights that the step starts from."""
+        if request.kind == "sft":
+            return [micro.behaviour for micro in micros]
+        return [self._score(micro.ids, micro.lengths, request.temperature)[0] for micro in micros]
+
+    def _loss(
+        self,
+        request: TrainRequest,
+        micro: _Micro,
+        logprobs: Tensor,
+        proximal: Tensor,
+        entropy: Tensor,
+        sums: _Sums,
+    ) -> Tensor:
+        if request.kind == "sft":
+            loss, parts = sft_loss(logprobs, micro.weights), {}
+        else:
+            loss, parts = ppo_loss(
+                logprobs,
+                proximal,
+                micro.behaviour,
+                micro.advantages,
+                micro.weights,
+                clip=request.clip,
+                importance_cap=request.importance_cap,
+            )
+        sums.update(micro, loss, entropy, parts)
+        return loss
+
+    def _update(self, request: TrainRequest) -> float:
+        """Sum the gradients over ranks, clip, and let Adam take its step. Returns the norm before clipping."""
+        finalize_model_grads([self._model])
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(norm):  # of the summed gradient: the same on every rank
+            raise TrainerError(
+                f"the gradient norm of batch {request.batch_id} is {norm}: the update was not applied; look at the "
+                f"batch's log-probs and advantages, or lower optimizer.lr"
+            )
+        if self._settings.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self._settings.clip_grad, norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = request.learning_rate
+        self._torn = f"an update of the step from version {self.version} failed half way"
+        self._optimizer.step_with_ready_grads()
+        return norm
+
+    def _micros(self, request: TrainRequest, plan: Sequence[Sequence[int]]) -> Iterator[_Micro]:
+        batch = request.batch
+        ends = np.cumsum(batch.lengths)
+        for sequences in plan:
+            where = np.concatenate([np.arange(ends[s] - batch.lengths[s], ends[s]) for s in sequences])
+            lengths = batch.lengths[list(sequences)]
+            yield _Micro(
+                lengths=lengths.tolist(),
+                ids=self._tensor(batch.ids[where].astype(np.int64)),
+                weights=self._tensor(batch.loss_weights[where]),
+                behaviour=self._tensor(batch.logprobs[where]),
+                advantages=self._tensor(np.repeat(batch.advantages[list(sequences)], lengths)),
+                own_version=self._tensor(batch.versions[where] == request.from_version),
+            )
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise on every rank when one of them has an error."""
+        failed = torch.zeros(dist.get_world_size(self._group), device=self._device)
+        failed[dist.get_rank(self._group)] = error is not None
+        dist.all_reduce(failed, group=self._group)
+        if error is not None:
+            raise error
+        if ranks := failed.nonzero()[:, 0].tolist():
+            raise PeerFailed(f"data-parallel rank {ranks[0]} failed")
+
+    def _slowest(self, seconds: float) -> float:
+        value = torch.tensor([seconds], device=self._device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+        return value.item()
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise TrainerError(f"{self._torn}: its weights are of no version; start the ranks from a checkpoint")
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    # ------------------------------------------------------------------ the weights
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[Ints]) -> list[Floats]:
+        """Log-probs [L] of each sequence's tokens at temperature 1; entry 0 is 0."""
+        self._check_whole()
+        results: list[Floats] = []
+        for chunk in self._packed(sequences):
+            ids = self._tensor(np.concatenate(chunk).astype(np.int64))
+            _check_ids(ids, self._architecture.vocab)
+            lengths = [len(s) for s in chunk]
+            flat = self._score(ids, lengths, 1.0)[0].cpu().numpy()
+            results += np.split(flat, np.cumsum(lengths)[:-1])
+        return results
+
+    def _packed(self, sequences: Sequence[Ints]) -> Iterator[list[Ints]]:
+        chunk: list[Ints] = []
+        tokens = 0
+        for sequence in sequences:
+            if chunk and tokens + len(sequence) > self._settings.microbatch_tokens:
+                yield chunk
+                chunk, tokens = [], 0
+            chunk.append(sequence)
+            tokens += len(sequence)
+        if chunk:
+            yield chunk
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder, whole or not at all. Raises TrainerError when it cannot be written."""
+        self._check_whole()
+        convert.write_folder(Path(folder), self.tensors(), self._companions, self._settings.dtype)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of all weights, in the order of `specs`."""
+        self._check_whole()
+        return convert.export(self._model.module, self._architecture)
+
+    def specs(self) -> list[TensorSpec]:
+        return convert.specs(self._model.module, self._architecture)
+
+
+class _Sums:
+    """Statistics of a step, summed on the device."""
+
+    NAMES = ("loss", "weight", "entropy", "importance", "capped", "clipped", "tokens", "loss_tokens", "gap", "own")
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
+        self._gap_max = torch.full((1,), -math.inf, device=device)
+
+    def update(self, micro: _Micro, loss: Tensor, entropy: Tensor, parts: dict[str, Tensor]) -> None:
+        """Of each optimizer update."""
+        self._add(loss=loss.detach(), weight=micro.weights.sum(), entropy=(micro.weights * entropy).sum(), **parts)
+
+    def batch(self, micro: _Micro, proximal: Tensor) -> None:
+        """Of each token once."""
+        active = micro.weights != 0
+        gap = (proximal - micro.behaviour).abs()[active & micro.own_version]
+        if len(gap):
+            self._gap_max = torch.maximum(self._gap_max, gap.max())
+        self._add(tokens=len(micro.ids), loss_tokens=active.sum(), gap=gap.sum(), own=len(gap))
+
+    def _add(self, **values: Tensor | int) -> None:
+        for name, value in values.items():
+            self._sums[self.NAMES.index(name)] += value
+
+    def reduce(self, group: dist.ProcessGroup, kind: str) -> dict[str, float]:
+        dist.all_reduce(self._sums, group=group)
+        dist.all_reduce(self._gap_max, op=dist.ReduceOp.MAX, group=group)
+        total = dict(zip(self.NAMES, self._sums.tolist(), strict=True))
+
+        def mean(name: str, by: str = "weight") -> float:
+            return total[name] / total[by] if total[by] else NAN
+
+        ppo = kind == "ppo"
+        return {
+            "loss": mean("loss"),
+            "entropy": mean("entropy"),
+            "clip_fraction": mean("clipped") if ppo else NAN,
+            "importance_mean": mean("importance") if ppo else NAN,
+            "importance_capped": mean("capped") if ppo else NAN,
+            "logprob_gap_max": self._gap_max.item() if total["own"] else NAN,
+            "logprob_gap_mean": mean("gap", "own"),
+            "tokens": int(total["tokens"]),
+            "loss_tokens": int(total["loss_tokens"]),
+        }
+
+
+def _check(request: TrainRequest, vocab: int) -> None:
+    """Raise TrainerError for a batch that must not be trained on."""
+    batch = request.batch
+    tokens = int(batch.lengths.sum())
+    for name in ("ids", "loss_weights", "logprobs", "versions"):
+        if len(getattr(batch, name)) != tokens:
+            raise TrainerError(f"batch {request.batch_id}: {name} has another length than its {tokens} tokens")
+    if any(mini.loss_tokens <= 0 for mini in request.minibatches):
+        raise TrainerError(f"batch {request.batch_id} has a mini-batch without a loss token")
+    if not tokens:
+        return
+    if batch.lengths.min() < 1:
+        raise TrainerError(f"batch {request.batch_id} has an empty sequence")
+    if batch.ids.min() < 0 or batch.ids.max() >= vocab:
+        raise TrainerError(f"batch {request.batch_id} has a token id outside the vocabulary of {vocab}")
+    active = batch.loss_weights != 0
+    if active[np.cumsum(batch.lengths) - batch.lengths].any():
+        raise TrainerError(f"batch {request.batch_id} has a loss on the first token of a sequence")
+    if request.kind == "sft":
+        return
+    versions = batch.versions[active]
+    if (versions == NOT_SAMPLED).any():
+        raise TrainerError(f"batch {request.batch_id} has a loss on a token that no server sampled (I5)")
+    if len(versions) and versions.max() > request.from_version:
+        raise TrainerError(
+            f"batch {request.batch_id} from version {request.from_version} has a token of version {versions.max()}"
+        )
+    if len(versions) and request.from_version - versions.min() > request.max_staleness:
+        raise TrainerError(
+            f"batch {request.batch_id} from version {request.from_version} has a loss on a token of version "
+            f"{versions.min()}, more than {request.max_staleness} steps old (I2)"
+        )
+
+
+def _check_ids(ids: Tensor, vocab: int) -> None:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise TrainerError(f"a token id is outside the vocabulary of {vocab}")

@@ -1,0 +1,131 @@
+"""Start trainer ranks on this machine: `start_trainer`."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal.config import Config
+from areal.errors import ConfigError, TrainerError
+from areal.workers.process import Child, free_port
+from areal.workers.trainer.architecture import Architecture
+from areal.workers.trainer.client import HttpTrainer
+from areal.workers.trainer.rank import HOST, to_json
+from areal.workers.trainer.wire import TOKEN, RankSettings
+
+
+async def start_trainer(
+    config: Config,
+    *,
+    model_path: str,
+    log_folder: Path | str,
+    attempt: int,
+    devices: Sequence[int] = (),
+    version: int = 0,
+) -> HttpTrainer:
+    """Start `config.trainer.ranks` processes with the weights of the folder `model_path`, which count as `version`.
+
+    devices: the GPU of each rank; empty on a machine without GPUs. Each rank's output goes to
+    `log_folder`/trainer-<rank>.log. Raises ConfigError for a model that cannot be trained, before anything starts;
+    TrainerError, with the last lines of its log, for a rank that ends or is not ready in `trainer.start_timeout_s`.
+    """
+    ranks = config.trainer.ranks
+    if devices and len(devices) != ranks:
+        raise ConfigError(f"placement.ranks={list(devices)} names {len(devices)} devices for trainer.ranks={ranks}")
+    await asyncio.to_thread(Architecture.read, model_path)
+    token = secrets.token_urlsafe(32)
+    addresses: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future() for _ in range(ranks)]
+    registry = await asyncio.start_server(_registrar(token, addresses), HOST, 0)
+    settings = RankSettings(
+        model_path=str(model_path),
+        dtype=config.model.dtype,
+        attempt=attempt,
+        version=version,
+        microbatch_tokens=config.train.microbatch_tokens,
+        timeout_s=config.trainer.timeout_s,
+        group_timeout_s=config.weights.timeout_s,
+        register="{}:{}".format(*registry.sockets[0].getsockname()[:2]),
+        beta1=config.optimizer.beta1,
+        beta2=config.optimizer.beta2,
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+        clip_grad=config.optimizer.clip_grad,
+    )
+    common = {
+        TOKEN: token,
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",  # each sees its own device only
+        # One thread a rank is fastest beside servers on the same cores; local ranks need not be reached from outside.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    children: list[Child] = []
+    try:
+        for rank in range(ranks):
+            children.append(
+                Child.start(
+                    f"trainer rank {rank}",
+                    [sys.executable, "-m", "areal.workers.trainer.rank", to_json(settings)],
+                    log=Path(log_folder) / f"trainer-{rank}.log",
+                    env={
+                        **common,
+                        "RANK": str(rank),
+                        "CUDA_VISIBLE_DEVICES": str(devices[rank]) if devices else "",
+                    },
+                )
+            )
+        await _ready(addresses, children, config.trainer.start_timeout_s)
+    except BaseException:
+        await asyncio.gather(*(child.stop(grace_s=1.0) for child in children))
+        raise
+    finally:
+        registry.close()
+    return HttpTrainer(
+        [address.result() for address in addresses],
+        token,
+        timeout_s=config.trainer.timeout_s,
+        group_timeout_s=config.weights.timeout_s,
+        children=children,
+    )
+
+
+def _registrar(token: str, addresses: Sequence[asyncio.Future[str]]):  # noqa: ANN202
+    async def register(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            message = json.loads(await reader.readline())
+            if hmac.compare_digest(str(message["token"]).encode(), token.encode()):
+                address = addresses[message["rank"]]
+                if not address.done():
+                    address.set_result(message["url"])
+        finally:
+            writer.close()
+
+    return register
+
+
+async def _ready(addresses: Sequence[asyncio.Future[str]], children: Sequence[Child], timeout_s: float) -> None:
+    """Return when all ranks have said their address. Raises TrainerError when one ends before, or at the deadline."""
+    ends = [asyncio.create_task(child.wait()) for child in children]
+    everyone = asyncio.gather(*addresses)
+    try:
+        await asyncio.wait([everyone, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if everyone.done():
+            return
+        late = next((c for c in children if c.returncode is not None), None)
+        if late is not None:
+            raise TrainerError(str(late.error(f"ended with code {late.returncode} before it was ready")))
+        late = children[next(i for i, address in enumerate(addresses) if not address.done())]
+        raise TrainerError(str(late.error(f"was not ready after trainer.start_timeout_s={timeout_s:g} s")))
+    finally:
+        everyone.cancel()
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)

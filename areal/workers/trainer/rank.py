@@ -1,0 +1,191 @@
+"""One trainer rank: `python -m areal.workers.trainer.rank SETTINGS`, SETTINGS being RankSettings as JSON.
+
+A small HTTP server on a thread takes requests from the controller; the main thread works on them one after another.
+Expects torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and the token in AREAL_TRAINER_TOKEN. Once the model is
+loaded the rank says its address to `settings.register`.
+
+    POST /train /logprobs /export /specs /join_group /broadcast /leave_group    GET /health
+
+An error is answered by status 409 (VersionConflict), 401 (wrong token) or 500 with JSON: `error` (its text), `kind`
+(its class), `traceback`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from aiohttp import web
+
+from areal.errors import TrainerError, VersionConflict
+from areal.workers.protocols import WeightGroup
+from areal.workers.trainer import wire
+
+if TYPE_CHECKING:
+    from areal.workers.trainer.engine import Engine
+    from areal.workers.trainer.sender import Sender
+
+HOST = "127.0.0.1"
+Job = Callable[[], bytes]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Rank:
+    """Turns HTTP requests into jobs for the main thread."""
+
+    def __init__(self, engine: Engine, sender: Sender, token: str) -> None:
+        self._engine, self._sender, self._token = engine, sender, token
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[bytes]]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Work on jobs, without end. Call it from the main thread."""
+        while True:
+            job, future = self._jobs.get()
+            if not future.set_running_or_notify_cancel():  # its client has gone
+                continue
+            try:
+                future.set_result(job())
+            except Exception as error:
+                traceback.print_exc()
+                future.set_exception(error)
+
+    def serve(self) -> int:
+        """Start the HTTP server on a thread of its own; returns its port."""
+        port: Future[int] = Future()
+        threading.Thread(target=self._serve, args=(port,), name="http", daemon=True).start()
+        return port.result()
+
+    def _serve(self, port: Future[int]) -> None:
+        async def main() -> None:
+            try:
+                runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None)
+                await runner.setup()
+                site = web.TCPSite(runner, HOST, 0)
+                await site.start()
+            except BaseException as error:
+                port.set_exception(error)
+                raise
+            port.set_result(runner.addresses[0][1])
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+
+    def _application(self) -> web.Application:
+        application = web.Application(middlewares=[self._authorise], client_max_size=0)
+        application.router.add_get("/health", self._health)
+        for name in ("train", "logprobs", "export", "specs", "join_group", "broadcast", "leave_group"):
+            application.router.add_post(f"/{name}", self._handler(getattr(self, f"_{name}")))
+        return application
+
+    @web.middleware
+    async def _authorise(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            return _failure(401, TrainerError("wrong token"))
+        return await handler(request)
+
+    def _handler(self, action: Callable[[bytes], bytes]) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            body = await request.read()
+            future: Future[bytes] = Future()
+            self._jobs.put((lambda: action(body), future))
+            try:
+                return web.Response(body=await asyncio.wrap_future(future))
+            except VersionConflict as error:
+                return _failure(409, error)
+            except wire.WireError as error:
+                return _failure(400, error)
+            except Exception as error:
+                return _failure(500, error)
+
+        return handle
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"attempt": self._engine.attempt, "version": self._engine.version})
+
+    # Each of these runs on the main thread.
+
+    def _train(self, body: bytes) -> bytes:
+        return wire.pack_stats(self._engine.train(wire.unpack_request(body)))
+
+    def _logprobs(self, body: bytes) -> bytes:
+        return wire.pack_sequences(self._engine.logprobs(wire.unpack_sequences(body)), np.float32)
+
+    def _export(self, body: bytes) -> bytes:
+        self._engine.export(wire.unpack(body)[0]["folder"])
+        return wire.pack({})
+
+    def _specs(self, body: bytes) -> bytes:
+        return wire.pack_specs(self._engine.specs())
+
+    def _join_group(self, body: bytes) -> bytes:
+        self._sender.join(WeightGroup(**wire.unpack(body)[0]))
+        return wire.pack({})
+
+    def _broadcast(self, body: bytes) -> bytes:
+        self._sender.broadcast(wire.unpack(body)[0]["group"], self._engine.tensors())
+        return wire.pack({})
+
+    def _leave_group(self, body: bytes) -> bytes:
+        self._sender.leave(wire.unpack(body)[0]["group"])
+        return wire.pack({})
+
+
+def _failure(status: int, error: Exception) -> web.Response:
+    body: dict[str, Any] = {
+        "error": str(error),
+        "kind": type(error).__name__,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    return web.json_response(body, status=status)
+
+
+def main(settings: wire.RankSettings) -> None:
+    token = os.environ.pop(wire.TOKEN)
+    warnings.filterwarnings("ignore", module="megatron")  # a dozen, about optional packages that are not there
+    from areal.workers.trainer import cpu
+
+    on_cpu = cpu.install()
+    cpu.fix_adam_state()
+    import torch
+    import torch.distributed as dist
+
+    from areal.workers.trainer.engine import Engine
+    from areal.workers.trainer.sender import Sender
+
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=settings.timeout_s))
+    rank = Rank(Engine(settings), Sender(settings.group_timeout_s), token)
+    port = rank.serve()
+    register(settings.register, {"token": token, "rank": dist.get_rank(), "url": f"http://{HOST}:{port}"})
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is ready at port {port}", flush=True)
+    rank.run()
+
+
+def register(address: str, message: dict[str, Any]) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def to_json(settings: wire.RankSettings) -> str:
+    return json.dumps(asdict(settings))
+
+
+if __name__ == "__main__":
+    main(wire.RankSettings(**json.loads(sys.argv[1])))

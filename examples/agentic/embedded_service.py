@@ -1,0 +1,112 @@
+"""A service that answers its users through the model under training, and learns from their ratings.
+
+    python examples/agentic/embedded_service.py model.path=FOLDER
+
+    POST /ask   {"question": "..."}            -> {"drafts": [{"id": "...", "text": "..."}, ...]}
+    POST /rate  {"id": "...", "rating": 0.7}   -> 204
+
+Each question is a task, each draft an episode of its group, and the user's rating its reward: the agent simply
+awaits it. The Controller lives inside this program's event loop, beside the web server.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from areal import Config, Controller, Episode, Message, Task, run
+
+DEFAULTS = {
+    "name": "service",
+    "group.size": 2,  # two drafts of each answer: GRPO learns from their difference
+    "group.min_members": 2,
+    "train.batch_groups": 4,
+    "train.minibatches": 1,
+    "episode.timeout_s": 3600,  # a user may take an hour to rate; later the question is dropped, not scored
+    "episode.retries": 0,  # a draft that nobody rated is not written again
+    "view": "plain",
+}
+
+
+class Service:
+    def __init__(self, config: Config) -> None:
+        self.drafts = config.group.size
+        self.questions: asyncio.Queue[Task] = asyncio.Queue(maxsize=64)
+        self.answers: dict[str, asyncio.Queue[dict[str, str]]] = {}
+        self.ratings: dict[str, asyncio.Future[float]] = {}
+        self.asked = 0
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        """The live data set: it never ends, and it waits when nobody asks."""
+        while True:
+            yield await self.questions.get()
+
+    async def agent(self, episode: Episode, task: Task) -> float:
+        reply = await episode.chat([{"role": "user", "content": task["question"]}])
+        draft = f"{task['id']}.{episode.member}"
+        rating = self.ratings[draft] = asyncio.get_running_loop().create_future()
+        try:
+            self.answers[task["id"]].put_nowait({"id": draft, "text": reply["content"]})
+            return await rating
+        finally:
+            del self.ratings[draft]
+
+    async def ask(self, request: web.Request) -> web.Response:
+        question = (await _json(request)).get("question")
+        if not isinstance(question, str):
+            raise web.HTTPBadRequest(text='expected {"question": "some text"}')
+        self.asked += 1
+        task = {"id": f"question-{self.asked}", "question": question}
+        answers = self.answers[task["id"]] = asyncio.Queue()
+        try:
+            self.questions.put_nowait(task)
+        except asyncio.QueueFull:
+            raise web.HTTPServiceUnavailable(text="too many unrated questions; try again later") from None
+        try:
+            async with asyncio.timeout(60):
+                return web.json_response({"drafts": [await answers.get() for _ in range(self.drafts)]})
+        except TimeoutError:
+            raise web.HTTPGatewayTimeout(text="the model did not answer within 60 s") from None
+
+    async def rate(self, request: web.Request) -> web.Response:
+        body = await _json(request)
+        rating, draft = body.get("rating"), self.ratings.get(str(body.get("id")))
+        if not isinstance(rating, int | float) or not 0 <= rating <= 1:
+            raise web.HTTPBadRequest(text=f"rating={rating!r}: expected a number from 0 to 1")
+        if draft is None or draft.done():
+            raise web.HTTPNotFound(text=f"no draft {body.get('id')!r} waits for a rating")
+        draft.set_result(float(rating))
+        return web.Response(status=204)
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes([web.post("/ask", self.ask), web.post("/rate", self.rate)])
+        return app
+
+
+async def _json(request: web.Request) -> Message:
+    try:
+        body = await request.json()
+    except ValueError:
+        raise web.HTTPBadRequest(text="the body is not JSON") from None
+    if not isinstance(body, dict):
+        raise web.HTTPBadRequest(text="the body is not a JSON object")
+    return body
+
+
+async def serve(config: Config, port: int = 8080) -> None:
+    service = Service(config)
+    runner = web.AppRunner(service.app())
+    async with Controller(config) as controller:
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            print(f"answering on http://127.0.0.1:{port}")
+            await controller.train(service.agent, service.tasks())
+        finally:
+            await runner.cleanup()
+
+
+if __name__ == "__main__":
+    run(serve, Config.load(sys.argv[1:], DEFAULTS))

@@ -26,7 +26,7 @@ from areal.errors import ConfigError
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -43,7 +43,7 @@ class Model(Section):
 
 class Data(Section):
     train: str = ""
-    """Tasks to train on: a .jsonl or .parquet file, or a folder saved by `datasets`, or a Hugging Face data set
+    """Tasks to train on: a .jsonl or .parquet file, a folder saved by `datasets`, or a Hugging Face data set
     ("name", "name:split" or "name:config:split"). Empty when the program passes tasks itself."""
     evaluation: str = ""
     """Tasks to evaluate on; empty takes `evaluation_size` rows away from the training tasks."""
@@ -200,11 +200,11 @@ class Metrics(Section):
 
 class Config(Section):
     name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
-    """Name of the run; its folder is `folder`/`name`-<number>."""
+    """Name of the run; its folder is `folder`/`name`-0001, the next one -0002."""
     folder: str = "runs"
     """Where run folders are made."""
     seed: int = Field(default=0, ge=0)
-    """Seed of data order, episodes and ranks. Sampling on the servers is not seeded (see docs/settings.md)."""
+    """Seed of data order, held-out tasks, episodes and ranks. Which weights sample a token depends on timing too."""
     view: Literal["auto", "live", "plain", "off"] = "auto"
     """What the terminal shows: `live` panel, `plain` lines, nothing; `auto` is live on a terminal, else plain."""
     watchdog_s: float = Field(default=900.0, gt=0)
@@ -283,18 +283,16 @@ class Config(Section):
 
     def to_toml(self) -> str:
         """Every setting as TOML that `load` reads back to an equal tree; a comment says where each value came from."""
-        lines: list[tuple[str, str]] = []
+        lines: list[str] = []
         section = ""
         for key in SETTINGS:
             head, _, leaf = key.rpartition(".")
             if head != section:
                 section = head
-                lines += [("", ""), (f"[{section}]", "")]
-            lines.append((f"{leaf} = {_toml(self[key], key)}", self.origins.get(key, "default")))
-        width = min(48, max(len(text) for text, _ in lines))
-        return "".join(
-            f"{text:{width}}  # {origin}".rstrip() + "\n" if origin else text + "\n" for text, origin in lines
-        )
+                lines.append(f"\n[{section}]")
+            line = f"{leaf} = {_toml(self[key], key)}"
+            lines.append(f"{line:40}  # {self.origins.get(key, 'default')}")
+        return "\n".join(lines) + "\n"
 
 
 def _settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

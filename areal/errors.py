@@ -88,3 +88,11 @@ class TooManyFailures(ArealError):
 
 class Stalled(ArealError):
     """No progress for `watchdog_s` seconds."""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The one error that a person should see of an ExceptionGroup: an ArealError if there is one, else the first."""
+    while isinstance(error, BaseExceptionGroup):
+        parts = [root_cause(part) for part in error.exceptions]
+        error = next((part for part in parts if isinstance(part, ArealError)), parts[0])
+    return error

@@ -159,4 +159,5 @@ def _for_template(message: Message) -> Message:
         else:
             parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
             good.append({**call, "function": {**call["function"], "arguments": parsed}})
-    return {**message, "content": content.lstrip("\n"), "tool_calls": good}
+    plain = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content.lstrip("\n")}
+    return plain | {"tool_calls": good} if good else plain  # some templates only ask whether the key is there

@@ -78,7 +78,7 @@ class Tool:
             result = await asyncio.get_running_loop().run_in_executor(_DaemonThread(), call)
             if inspect.isawaitable(result):  # a callable object or partial of something async
                 result = await result
-        return result if isinstance(result, str) else to_json(result, fallback=str).decode()
+        return result if isinstance(result, str) else to_json(result, fallback=_plain).decode()
 
 
 def tool(function: Callable[..., Any]) -> Tool:
@@ -107,7 +107,7 @@ def tool(function: Callable[..., Any]) -> Tool:
         if parameter.name not in hints:
             raise ConfigError(f"{where}: parameter {parameter.name!r} has no type; annotate it")
         required = parameter.default is parameter.empty
-        extra = None if required else {"default": json.loads(to_json(parameter.default, fallback=str))}
+        extra = None if required else {"default": json.loads(to_json(parameter.default, fallback=_plain))}
         field = Field(description=documented.pop(parameter.name, None), json_schema_extra=extra)
         hint = annotated[hints[parameter.name], field]
         fields[parameter.name] = hint if required else NotRequired[hint]  # the function supplies its own default
@@ -204,6 +204,11 @@ def _read_call(text: str, tools: Mapping[str, Tool]) -> tuple[dict[str, Any], st
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _plain(value: Any) -> Any:
+    """What pydantic cannot write as JSON: arrays as lists, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _explain(error: Any) -> str:

@@ -129,10 +129,11 @@ class Transcript:
         self._record(prompt, completion, self._sequences)
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """One for each leaf, in the order of the calls. A sampled token that several leaves share is in the loss of
-        the first of them only; a leaf with nothing left to learn from is left out."""
+        """One for each leaf, in the order of the calls (empty answers last). A sampled token that several leaves share
+        is in the loss of the first of them only; a leaf with nothing left to learn from is left out."""
         counted: set[Turn] = set()
-        leaves = (leaf for root in (*self._chats, *self._sequences) for leaf in _leaves(root))
+        leaves = [turn for turn in _turns([*self._chats, *self._sequences]) if not turn.children]
+        leaves.sort(key=lambda turn: not len(turn.sampled))  # an empty one's path is mostly another's, too
         trajectories = [_trajectory(leaf, counted) for leaf in leaves]
         return tuple(trajectory for trajectory in trajectories if len(trajectory.ids))
 
@@ -207,10 +208,6 @@ def _turns(roots: list[Turn]) -> Iterator[Turn]:
     while stack:
         yield (turn := stack.pop())
         stack += turn.children[::-1]
-
-
-def _leaves(root: Turn) -> Iterator[Turn]:
-    return (turn for turn in _turns([root]) if not turn.children)
 
 
 def _ids(turn: Turn) -> list[Ints]:

@@ -14,26 +14,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
-
 from areal.agents.episode import Episode
 from areal.agents.template import Template
 from areal.config import Config
 from areal.controller.fleet import Fleet
 from areal.controller.weights import WeightSync
-from areal.errors import ArealError, ConfigError
+from areal.errors import ConfigError, root_cause
 from areal.types import Sampling
 from areal.workers.placement import place
 from areal.workers.process import Child, check_port, free_port
 from areal.workers.protocols import ServerClient, TrainerClient
 from areal.workers.rollout.client import SGLangClient, make_label, open_session
-from areal.workers.rollout.launcher import launch_server, wait_ready
+from areal.workers.rollout.launcher import check_model, launch_server, wait_ready
 from areal.workers.trainer.architecture import Architecture
 from areal.workers.trainer.launcher import start_trainer
 
 log = logging.getLogger("areal")
 
-STOP_S = 4.0
+STOP_S = 1.0
 """Seconds that servers and ranks have to end by themselves when a run stops; then they are killed."""
 
 
@@ -69,6 +67,8 @@ class Cluster:
 
     fleet: Fleet
     trainer: TrainerClient
+    held: int | None = 0
+    """The version that the ranks hold; None while a step runs."""
     weights: WeightSync
 
     def __init__(self, config: Config, run_folder: Path, *, attempt: int, on_serving: Callable[[int], None]) -> None:
@@ -83,12 +83,7 @@ class Cluster:
     @classmethod
     def check(cls, config: Config) -> None:
         """What can be refused before anything starts, ConfigError: model, placement, ports. Blocks."""
-        architecture = Architecture.read(model_folder(config.model.path))
-        if config.model.context_length > architecture.context:
-            raise ConfigError(
-                f"model.context_length={config.model.context_length} is more than the {architecture.context} tokens "
-                f"of {config.model.path}"
-            )
+        check_model(model_folder(config.model.path), config.model.context_length)
         place(config)
         if config.servers.port and not config.servers.urls:
             for index in range(config.servers.count):
@@ -96,6 +91,12 @@ class Cluster:
 
     async def __aenter__(self) -> Self:
         """Raises ProcessError or TrainerError, with the last lines of the log, when something does not come up."""
+        try:
+            return await self._start()
+        except BaseExceptionGroup as failures:  # of the parts that start side by side
+            raise root_cause(failures) from failures
+
+    async def _start(self) -> Self:
         async with AsyncExitStack() as stack:
             model = await asyncio.to_thread(model_folder, self.config.model.path)
             self._model = model
@@ -122,10 +123,20 @@ class Cluster:
                 exited=self._exited if own else None,
                 on_serving=self._on_serving,
             )
-            self.weights = WeightSync(self.config, self.fleet, self.trainer, self.folder)
+            self.weights = WeightSync(
+                self.config,
+                self.fleet,
+                self.trainer,
+                Path(self.config.weights.folder or self.folder / "weights"),
+                vocab_size=self._architecture.vocab,
+                held=lambda: self.held,
+                backend="nccl" if self._placement.ranks else "gloo",
+            )
             background = await stack.enter_async_context(asyncio.TaskGroup())
             background.create_task(self.fleet.run(), name="fleet")
             stack.push_async_callback(self.fleet.close)
+            if not own:
+                await self.weights.publish(0)  # until then they hold weights of somebody else
             self._stack = stack.pop_all()
         return self
 
@@ -169,7 +180,7 @@ class Cluster:
             self.config,
             index,
             model_path=str(self._model),
-            label="starting",  # the publication that every server gets before it serves gives it a label of the run
+            label=make_label(self.origin, 0),  # also after a restart: the fleet brings it up to date before it serves
             log_folder=self.folder / "logs",
             port=port,
             devices=self._placement.servers[index],

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+import math
 from collections.abc import AsyncIterable, Iterable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
 
@@ -26,19 +26,24 @@ from areal.agents.episode import Episode
 from areal.algorithms.batching import build_request, learning_rate
 from areal.config import Config
 from areal.controller.cluster import Cluster
-from areal.controller.facts import BatchFormed, Completed, Dropped, Fact, Finished, Trained
+from areal.controller.facts import Completed, Dropped, Fact, Finished, Trained
 from areal.controller.ledger import Ledger
-from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, attempt
+from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, attempt, name_of
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.controller.watchdog import Watchdog
-from areal.data import Tasks
-from areal.errors import ArealError, TooManyFailures
-from areal.metrics import StepReport
+from areal.controller.weights import PublishStats
+from areal.data import Tasks, check, evaluation_tasks
+from areal.errors import ArealError, TooManyFailures, root_cause
+from areal.metrics import Metrics, StepReport, staleness_of
+from areal.run import RunFolder
 from areal.types import Batch, EpisodeRecord, Group, Sampling, Task, TrainStats
+from areal.view import open_view
 
 log = logging.getLogger("areal")
 
-CHECKPOINT_ON_STOP_S = 5.0
+EVALUATION = -1
+"""The group number of episodes that are not trained on."""
+CHECKPOINT_ON_STOP_S = 4.0
 """A stopped run may take this long for a last checkpoint; else the one before is named."""
 
 
@@ -63,28 +68,34 @@ class Evaluation:
 class Controller:
     """Starts servers and ranks, runs agents, trains. Use as `async with`; one run each."""
 
+    scheduler: Scheduler
+    ledger: Ledger
+    cluster: Cluster
+    folder: RunFolder
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self._stack = AsyncExitStack()
         self._changed = Signal()
         self._trained_tokens = 0
-        self._gap_max = float("nan")
+        self._train_s = 0.0
+        self._gap_max = math.nan
         self._success: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError before anything starts, ProcessError when a server or rank does not come up."""
+        """Raises ConfigError before anything starts; ProcessError or TrainerError when a part does not come up."""
         config = self.config
-        settings = SchedulerSettings.from_config(config)
-        loop = asyncio.get_running_loop()
-        self.scheduler = Scheduler(settings, self._record)
+        self.scheduler = Scheduler(SchedulerSettings.from_config(config), self._record)
+        await asyncio.to_thread(Cluster.check, config)
+        self.folder = await asyncio.to_thread(RunFolder.create, config)
         async with AsyncExitStack() as stack:
-            self.cluster = cluster = Cluster(config, self._serving)
-            self.folder = cluster.folder
-            self.ledger = Ledger.create(self.folder.path / "ledger")
+            self.ledger = Ledger.create(self.folder.ledger)
             stack.push_async_callback(self.ledger.close)
-            stack.callback(self._write_summary)
-            self._start_time = loop.time()
-            await stack.enter_async_context(cluster)
+            self._metrics = await stack.enter_async_context(
+                Metrics(self.folder.path, config.metrics.sinks, config.metrics.project, config.model_dump())
+            )
+            self._view = stack.enter_context(open_view(config.view, self.folder.path.name))
+            self._started = asyncio.get_running_loop().time()
             self._rollout = RolloutLoop(
                 self.scheduler,
                 self.ledger,
@@ -94,7 +105,10 @@ class Controller:
                 timeout_s=config.episode.timeout_s,
             )
             self._watchdog = Watchdog(config.watchdog_s, self._describe, lambda: self._rollout.idle)
-            self.scheduler.start()
+            attempt = self.scheduler.start()
+            self.cluster = Cluster(config, self.folder.path, attempt=attempt, on_serving=self.scheduler.serving)
+            stack.push_async_callback(self._write_summary)
+            await stack.enter_async_context(self.cluster)
             self._stack = stack.pop_all()
         return self
 
@@ -111,7 +125,8 @@ class Controller:
         tasks: rows for the agent; None takes `data.train`. Raises what ended the run early: an agent's own error
         after too many failures, Stalled, TrainerError, PublishError, ProcessError.
         """
-        source = Tasks.from_config(self.config) if tasks is None else Tasks(tasks, self.config)
+        source = await asyncio.to_thread(Tasks, tasks, self.config)
+        self._last_step, self._fleet_stats = asyncio.get_running_loop().time(), self.cluster.fleet.stats()
         try:
             async with asyncio.TaskGroup() as loops:
                 background = [
@@ -121,34 +136,40 @@ class Controller:
                 while batch := await self._next_batch():
                     stats = await self._train_step(batch)
                     self.scheduler.trained(batch.id)
-                    pause = await self.cluster.weights.publish(stats.version)
+                    published = await self.cluster.weights.publish(stats.version)
                     self.scheduler.published(stats.version)
                     if self.config.checkpoint.every and stats.version % self.config.checkpoint.every == 0:
                         await self._checkpoint()
-                    self._report(batch, stats, pause)
+                    self._report(batch, stats, published)
                 for task in background:
                     task.cancel()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as stopped:
             with suppress(ArealError, TimeoutError):
                 async with asyncio.timeout(CHECKPOINT_ON_STOP_S):
                     await self._checkpoint()
+            if (step := self.folder.checkpointed) is not None:
+                stopped.add_note(f"go on with: model.path={self.folder.checkpoint(step)}")
             raise
+        except BaseExceptionGroup as failures:
+            raise root_cause(failures) from failures
         await self._checkpoint()
 
     async def _next_batch(self) -> Batch | None:
         """Wait for the next batch, on disk. None at the last step and when the data is used up."""
         while (formed := self.scheduler.next_batch(final=self._rollout.exhausted)) is None:
-            if self._rollout.exhausted or self.scheduler.done:
+            if self._rollout.exhausted or self.scheduler.state.version >= self.scheduler.settings.last_version:
                 return None
             await self._changed.wait()
         await self.ledger.barrier()
         groups = []
         for number in formed.groups:
-            members = self._rollout.finished[number]
-            groups.append(Group(number, members[min(members)].task_id, tuple(members[m] for m in sorted(members))))
+            members = self._rollout.finished.pop(number)
+            episodes = tuple(members[m] for m in sorted(members))
+            groups.append(Group(number, episodes[0].task_id, episodes))
         return Batch(formed.batch, formed.from_version, tuple(groups))
 
     async def _train_step(self, batch: Batch) -> TrainStats:
+        self.cluster.held = None
         request = await asyncio.to_thread(
             build_request,
             batch,
@@ -158,7 +179,9 @@ class Controller:
             ranks=self.cluster.trainer.data_parallel,
             seed=self.config.seed,
         )
-        return await self.cluster.trainer.train(request)
+        stats = await self.cluster.trainer.train(request)
+        self.cluster.held = stats.version
+        return stats
 
     async def _checkpoint(self) -> None:
         version = self.scheduler.state.version
@@ -185,19 +208,20 @@ class Controller:
         tasks: None takes `data.evaluation` or the held-out rows. label: puts the success share into summary.json
         under this name. Raises TooManyFailures when more than `max_failures` episodes failed for good.
         """
-        rows = Tasks.evaluation_from_config(self.config) if tasks is None else Tasks.check(tasks)
+        rows = await asyncio.to_thread(evaluation_tasks, self.config) if tasks is None else check(list(tasks))
         rewards: dict[str, list[float]] = {}
         failures: list[Failure] = []
 
         async def one(index: int, task: Task) -> None:
-            for _ in range(self.config.episode.retries + 1):
+            for left in reversed(range(self.config.episode.retries + 1)):
                 outcome = await self._attempt(agent, index, task, greedy)
                 if isinstance(outcome, EpisodeRecord):
                     rewards.setdefault(task["id"], []).append(outcome.reward)
                     return
-            failures.append(outcome)
+                if not left:
+                    failures.append(outcome)
             if len(failures) > self.config.max_failures:
-                raise TooManyFailures(f"{len(failures)} evaluation episodes failed; the last:\n{outcome.message}")
+                raise TooManyFailures(f"{len(failures)} evaluation episodes failed; the last:\n{failures[-1].message}")
 
         # As many at once as training would run: more would only wait at the servers, on their deadlines.
         room = asyncio.Semaphore(self.config.servers.max_running * len(self.cluster.fleet.servers))
@@ -219,14 +243,14 @@ class Controller:
 
     async def _attempt(self, agent: Agent, index: int, task: Task, greedy: bool) -> EpisodeRecord | Failure:
         sampling = Sampling(self.config.sampling.max_new_tokens, 0.0 if greedy else self.config.sampling.temperature)
-        episode = self.cluster.episode(EVALUATION, index, str(task["id"]), sampling)
+        episode = self.cluster.episode(EVALUATION, index, str(task["id"]), sampling, name_of(agent))
         return await attempt(agent, episode, task, self.config.episode.timeout_s)
 
     # -- what others tell the controller
 
-    def _training_episode(self, group: int, member: int, task_id: str) -> Episode:
+    def _training_episode(self, group: int, member: int, task_id: str, agent: str) -> Episode:
         sampling = Sampling(self.config.sampling.max_new_tokens, self.config.sampling.temperature)
-        return self.cluster.episode(group, member, task_id, sampling)
+        return self.cluster.episode(group, member, task_id, sampling, agent)
 
     def _record(self, fact: Fact) -> None:
         """Each fact of the scheduler: to the ledger, and to whoever waits for it."""
@@ -238,10 +262,59 @@ class Controller:
             self._watchdog.progress()
         self._changed.notify()
 
-    def _serving(self, version: int) -> None:
-        self.scheduler.serving(version)
-
     def _describe(self) -> list[str]:
-        loop = asyncio.get_running_loop()
-        oldest = sorted(self._rollout.running.values(), key=lambda episode: episode.since)[:8]
-        return [*self.scheduler.describe(), *(e.describe(loop.time()) for e in oldest), *self.cluster.describe()]
+        oldest = sorted(self._rollout.running.values(), key=lambda episode: episode.awaits[1])
+        return [*self.scheduler.describe(), *(e.state for e in oldest[:8]), *self.cluster.fleet.waits()[:8]]
+
+    # -- what a person sees
+
+    def _report(self, batch: Batch, stats: TrainStats, published: PublishStats) -> None:
+        """One step, to the view and the metrics."""
+        loop_time = asyncio.get_running_loop().time()
+        seconds, self._last_step = loop_time - self._last_step, loop_time
+        before, self._fleet_stats = self._fleet_stats, self.cluster.fleet.stats()
+        self._train_s += seconds
+        self._trained_tokens += stats.tokens
+        self._gap_max = float(np.fmax(self._gap_max, stats.logprob_gap_max))
+        report = StepReport(
+            step=stats.version,
+            steps=self.config.train.steps,
+            version=stats.version,
+            reward_mean=float(np.mean([episode.reward for group in batch.groups for episode in group.episodes])),
+            groups=len(batch.groups),
+            staleness=staleness_of(batch),
+            generated_tokens_per_s=(self._fleet_stats.tokens - before.tokens) / seconds,
+            trained_tokens_per_s=stats.tokens / stats.seconds,
+            still_share=(self._fleet_stats.still_s - before.still_s) / seconds,
+            logprob_gap=stats.logprob_gap_max,
+            success=next(reversed(self._success.values()), math.nan),
+            episodes_running=len(self._rollout.running),
+            groups_open=len(self.scheduler.state.open),
+            seconds=seconds,
+        )
+        self._metrics.log(report.step, {**report.metrics(), "train": asdict(stats), "publish": asdict(published)})
+        self._view.step(report)
+
+    async def _write_summary(self) -> None:
+        """summary.json and the reward curve: of every run, however it ended."""
+        state, fleet = self.scheduler.state, self.cluster.fleet.stats() if hasattr(self.cluster, "fleet") else None
+        wall_s = asyncio.get_running_loop().time() - self._started
+        summary = {
+            "steps": state.version,
+            "version": state.version,
+            "wall_s": wall_s,
+            **self._success,
+            "max_staleness_trained": state.max_staleness,
+            "groups": {
+                "admitted": state.admitted,
+                "trained": state.trained,
+                "dropped": state.dropped,
+                "open": len(state.open),
+            },
+            "tokens_generated": fleet.tokens if fleet else 0,
+            "tokens_trained": self._trained_tokens,
+            "weights_pause_share": fleet.still_s / self._train_s if fleet and self._train_s else 0.0,
+            "logprob_gap_max": self._gap_max,
+        }
+        await asyncio.to_thread(self.folder.write_summary, summary)
+        await asyncio.to_thread(self.folder.draw_curve)

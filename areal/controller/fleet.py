@@ -105,6 +105,7 @@ class Fleet:
         self._on_serving = on_serving
         self._rids = rids or random_rids(origin)
         self._tasks: asyncio.TaskGroup | None = None
+        self._started = asyncio.Event()
         self._closing = asyncio.Event()
         self._finished = asyncio.Event()
         self._waiting: dict[str, Call] = {}
@@ -309,6 +310,13 @@ class Fleet:
 
     # -- weights
 
+    async def ready(self) -> list[Server]:
+        """The servers that can take weights now; waits for those that just came up."""
+        await self._started.wait()
+        for server in self.servers:
+            await server.up.wait()
+        return [server for server in self.servers if server.state != "dead"]
+
     async def interrupt(self, server: Server) -> None:
         """Close the gate and abort what runs; the calls keep their tokens and go on where a server is open."""
         assert self._tasks
@@ -344,6 +352,7 @@ class Fleet:
                 call.end = call.end or "dead"
                 call.task.cancel()
         server.died.set()
+        server.up.set()
         self._note_lowest()
         self._dispatch()
 
@@ -368,6 +377,7 @@ class Fleet:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
+                self._started.set()
                 watchers = [tasks.create_task(self._watch(s.index), name=f"server-{s.index}") for s in self.servers]
                 try:
                     await self._closing.wait()
@@ -399,6 +409,7 @@ class Fleet:
             try:
                 info = await server.client.info()
                 server.label, server.version = info.label, version_of(info.label, self._origin)
+                server.up.set()
                 if self.sync:
                     await self.sync(server)
                 else:
@@ -439,12 +450,14 @@ class Fleet:
         loop = asyncio.get_running_loop()
         timeout = self._settings.start_timeout_s
         deadline = loop.time() + timeout
-        while not await server.client.healthy():
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            if await server.client.healthy():
+                return
             if any(s.state != "dead" for s in self.servers):
                 deadline = loop.time() + timeout
-            if loop.time() > deadline:
-                raise ServerLost(f"no server answers for servers.start_timeout_s={timeout:g}: {server.reason}")
-            await asyncio.sleep(HEALTH_S)
+            elif loop.time() > deadline:
+                raise ServerLost(f"no server has answered for servers.start_timeout_s={timeout:g}: {server.reason}")
 
     # -- what a person sees
 

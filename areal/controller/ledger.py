@@ -165,6 +165,10 @@ class Ledger:
 
     def append(self, fact: Fact, episode: EpisodeRecord | None = None) -> None:
         """Add a fact; a Finished one with its episode. Returns at once; LedgerError if the writer has failed."""
+        if episode is not None and not (
+            isinstance(fact, Finished) and (fact.group, fact.member) == (episode.group, episode.member)
+        ):
+            raise ValueError(f"{fact} is not the end of the episode of group {episode.group}, member {episode.member}")
         entry = _Entry(fact, facts.encode(fact), segments.encode(episode) if episode else b"")
         with self._changed:
             self._check()
@@ -235,6 +239,7 @@ class Ledger:
             else:
                 async with asyncio.timeout(deadline_s):
                     await self._wait(_END)
+                self._thread.join()  # nothing is left for it to do
         except TimeoutError:
             raise LedgerError(
                 f"ledger {self._folder}: the disk took longer than {deadline_s:g} s; "

@@ -85,6 +85,10 @@ async def attempt(agent: Agent, episode: Episode, task: Task, timeout_s: float) 
         return Failure("agent", _traceback(error), error)
 
 
+def name_of(agent: Agent) -> str:
+    return getattr(agent, "__qualname__", None) or type(agent).__qualname__
+
+
 def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
@@ -102,7 +106,7 @@ def loss_tokens_by_version(record: EpisodeRecord) -> dict[int, int]:
 class RolloutLoop:
     """Keeps as many groups running as the scheduler admits.
 
-    new_episode(group, member, task_id): makes the handle an agent gets.
+    new_episode(group, member, task_id, name of the agent): makes the handle an agent gets.
     finished: the records of open groups by group number; the train loop takes them from here.
     """
 
@@ -111,7 +115,7 @@ class RolloutLoop:
         scheduler: Scheduler,
         ledger: Ledger,
         changed: Signal,
-        new_episode: Callable[[int, int, str], Episode],
+        new_episode: Callable[[int, int, str, str], Episode],
         *,
         members: int,
         timeout_s: float,
@@ -171,7 +175,7 @@ class RolloutLoop:
     async def _member(self, agent: Agent, number: int, member: int, task: Task) -> None:
         """One member to its end: finished, given up, or its group dropped."""
         while True:
-            episode = self._new_episode(number, member, task["id"])
+            episode = self._new_episode(number, member, task["id"], name_of(agent))
             self.running[number, member] = episode
             try:
                 outcome = await attempt(agent, episode, task, self._timeout_s)

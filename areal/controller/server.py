@@ -41,6 +41,7 @@ class Server:
     """state: `starting` until it first serves, `closed` while it takes new weights, `dead` for good.
 
     label: the name of its weights, None until it has said so; version: the same as a number, None if not ours.
+    up: set once it has said what it holds, or died. died: set when it is dead, for the reason `reason`.
     doubtful: a connection to it broke, so it gets no call until the next health check, which `check` asks for.
     """
 
@@ -52,6 +53,7 @@ class Server:
     calls: dict[str, Call] = field(default_factory=dict)
     answered: float = 0.0
     doubtful: bool = False
+    up: asyncio.Event = field(default_factory=asyncio.Event)
     check: asyncio.Event = field(default_factory=asyncio.Event)
     died: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""

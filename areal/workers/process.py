@@ -24,7 +24,7 @@ from areal.errors import ConfigError, ProcessError
 GUARD = Path(__file__).with_name("guard.py")
 KILL_TIMEOUT_S = 5.0
 """Seconds a tree may take to go after SIGKILL; only a process stuck in the kernel takes longer."""
-FREE_PORTS = range(20000, 32000)
+FREE_PORTS = range(10000, 20000)
 """Where free ports are looked for: below the ports (32768 and up) that the kernel gives to outgoing connections, one
 of which could take the place before a slow child binds it."""
 

@@ -10,12 +10,11 @@ awaits it. The Controller lives inside this program's event loop, beside the web
 """
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from areal import Config, Controller, Episode, Message, Task, run
+from areal import Config, Controller, Episode, Message, Task, launch
 
 DEFAULTS = {
     "name": "service",
@@ -23,6 +22,7 @@ DEFAULTS = {
     "group.min_members": 2,
     "train.batch_groups": 4,
     "train.minibatches": 1,
+    "watchdog_s": 4000,
     "episode.timeout_s": 3600,  # a user may take an hour to rate; later the question is dropped, not scored
     "episode.retries": 0,  # a draft that nobody rated is not written again
     "view": "plain",
@@ -109,4 +109,4 @@ async def serve(config: Config, port: int = 8080) -> None:
 
 
 if __name__ == "__main__":
-    run(serve, Config.load(sys.argv[1:], DEFAULTS))
+    launch(serve, DEFAULTS)

@@ -101,9 +101,10 @@ def build_model(vocabulary: int, eos: int, pad: int, seed: int) -> Qwen3ForCausa
     return model
 
 
-def build(folder: Path, names: Sequence[str], texts: Sequence[str], seed: int) -> None:
-    """Write model and tokenizer into `folder`, in Hugging Face format."""
+def build(folder: Path, names: Sequence[str], texts: Sequence[str], seed: int) -> PreTrainedTokenizerFast:
+    """Write model and tokenizer into `folder`, in Hugging Face format. Returns the tokenizer."""
     tokenizer = build_tokenizer(names, texts)
     model = build_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return tokenizer

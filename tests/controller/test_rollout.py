@@ -45,8 +45,17 @@ class World:
             self.loop.drop(fact.group)
         self.changed.notify()
 
-    def episode(self, group: int, member: int, task_id: str) -> Episode:
-        return make_episode(group, member, task_id, self.generate)
+    def episode(self, group: int, member: int, task_id: str, agent: str) -> Episode:
+        return Episode(
+            generate=self.generate,
+            template=None,
+            sampling=Sampling(8),
+            context_length=64,
+            group=group,
+            member=member,
+            task_id=task_id,
+            agent=agent,
+        )
 
     async def generate(self, input_ids: Any, sampling: Sampling, *, key: str) -> Completion:
         await asyncio.sleep(0)
@@ -60,14 +69,10 @@ class World:
 
     async def run(self, agent: Any, tasks: Any) -> None:
         async with asyncio.timeout(20):
-            await self.loop.run(agent, Tasks(tasks, self.config.data, self.config.seed))
+            await self.loop.run(agent, Tasks(tasks, self.config))
 
     def of(self, kind: type) -> list[Any]:
         return [fact for fact in self.facts if isinstance(fact, kind)]
-
-
-def make_episode(group: int, member: int, task_id: str, generate: Any) -> Episode:
-    raise NotImplementedError  # replaced below once Episode's constructor is fixed
 
 
 @pytest.fixture

@@ -119,6 +119,18 @@ def test_i1_no_group_is_admitted_that_no_step_is_left_for():
     assert make(last_version=0)[0].may_admit() is False
 
 
+def test_no_batch_is_formed_past_the_last_version():
+    scheduler, log = make(max_staleness=5, batch_groups=1)
+    for number in admit_all(scheduler):
+        finish(scheduler, number)
+    step(scheduler)
+    scheduler.settings = replace(scheduler.settings, last_version=2)  # resumed with fewer steps
+    scheduler = replayed(scheduler, log)
+    step(scheduler)
+    assert scheduler.next_batch() is None
+    assert len(scheduler.state.open) == 4
+
+
 def test_i1_admitting_without_asking_is_refused():
     scheduler, _ = make(batch_groups=1)
     scheduler.admit("a", 0)
@@ -451,19 +463,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     # Rules: what can happen
 
     @precondition(lambda self: not self.over and self.may_admit())
-    @rule()
-    def admit(self):
-        position = len(self.stories)
-        assert self.scheduler.admit(f"task {position}", position) == position
-        self.stories.append(Story())
+    @rule(fill=st.booleans())
+    def admit(self, fill):
+        while self.may_admit():
+            position = len(self.stories)
+            assert self.scheduler.admit(f"task {position}", position) == position
+            self.stories.append(Story())
+            if not fill:
+                break
 
     @precondition(lambda self: not self.over and self.numbers("running"))
-    @rule(data=st.data(), whole_group=st.booleans())
-    def finish(self, data, whole_group):
-        number = data.draw(st.sampled_from(self.numbers("running")))
-        members = self.out(number) if whole_group else [data.draw(st.sampled_from(self.out(number)))]
-        for member in members:
-            versions = st.integers(max(0, self.version - 5), self.version)
+    @rule(data=st.data(), how_many=st.sampled_from(["member", "group", "all"]))
+    def finish(self, data, how_many):
+        numbers = self.numbers("running")
+        if how_many != "all":
+            numbers = [data.draw(st.sampled_from(numbers))]
+        ends = [(number, member) for number in numbers for member in self.out(number)]
+        if how_many == "member":
+            ends = [data.draw(st.sampled_from(ends))]
+        versions = st.integers(max(0, self.version - 5), self.version)
+        for number, member in ends:
             tokens = data.draw(st.dictionaries(versions, st.integers(0, 3), max_size=3))
             reward = data.draw(st.sampled_from([0.0, 1.0]))
             verdict = self.scheduler.finished(number, member, reward, tokens)
@@ -561,9 +580,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def checkpoint(self):
         self.scheduler.checkpointed(self.version, f"step {self.version}")
 
-    @rule()
-    def restart(self):
-        """The controller is killed; another one replays the ledger."""
+    @rule(steps=st.integers(-1, 4), eta=st.integers(0, 3), late=st.sampled_from(["mask", "drop"]))
+    def restart(self, steps, eta, late):
+        """The controller is killed; another one, with other settings, replays the ledger."""
+        self.settings = replace(self.settings, last_version=max(0, self.version + steps), max_staleness=eta, late=late)
+        self.scheduler.settings = self.settings
         self.scheduler = replayed(self.scheduler, self.log)
         self.attempt += 1
         assert self.scheduler.start() == self.attempt
@@ -579,7 +600,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def i2_age(self):
         assert self.scheduler.state.staleness == self.ages
-        assert self.scheduler.state.max_staleness <= self.settings.max_staleness
+        assert self.scheduler.state.max_staleness == max(self.ages, default=0)
 
     @invariant()
     def i3_fate(self):

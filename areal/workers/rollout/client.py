@@ -195,6 +195,8 @@ class SGLangClient:
             raise self._refused("/generate", f"no log-probs of the prompt ({error!r})") from None
         if len(logprobs) != len(ids):
             raise self._refused("/generate", f"{len(logprobs)} log-probs of a prompt of {len(ids)} tokens")
+        if not np.isfinite(logprobs).all():
+            raise self._refused("/generate", "a log-prob of the prompt is null")
         return logprobs
 
     async def close(self) -> None:
@@ -231,6 +233,8 @@ class SGLangClient:
                 "/generate",
                 f"{count} tokens with {len(tokens)} log-probs and versions of {end}, not of the same tokens",
             )
+        if not np.isfinite(logprobs).all():
+            raise self._refused("/generate", "a log-prob is null")
         if count and (output_ids.min() < 0 or output_ids.max() >= self.vocab_size):
             raise self._refused("/generate", f"a token outside the vocabulary of {self.vocab_size}")
         if finish not in ("stop", "length", "abort"):

@@ -6,23 +6,26 @@ SGLang 0.5.23 imports two modules that have no build for such a machine: `sgl_ke
 models on torch's attention call none) and `torchvision` (image transforms; PyPI's build is linked to CUDA). Here any
 name can be imported from them, and calling it raises. Nothing installed is changed.
 
-It must be the main module, as a file or with -m: SGLang spawns its scheduler, and spawning imports the main module
-again, which puts the stand-ins there too.
+It also starts in half the time. SGLang spawns its scheduler and detokenizer, each of which imports everything again,
+because a process that uses CUDA cannot fork. Here both are forked; at that moment there is only one thread.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # what SGLang goes by, not whether CUDA is there
+from areal.workers.trainer.architecture import FAMILIES
 
 
-class _Missing(types.ModuleType):
+class Missing(types.ModuleType):
     """A package from which every name can be imported; what it gives raises when it is called."""
 
     def __init__(self, name: str) -> None:
@@ -43,29 +46,46 @@ class _Missing(types.ModuleType):
         return missing
 
 
-def _stand_in() -> None:
+def prepare() -> None:
+    """Set this process up; to be called before anything of SGLang is imported."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # what SGLang goes by, not whether CUDA is there
+    sglang = importlib.machinery.PathFinder.find_spec("sglang")
+    if sglang is None or sglang.origin is None:
+        raise SystemExit("SGLang is not installed; `make install` does that")
+    # SGLang imports all models it knows, some 200 modules, to find one.
+    models = {file.stem for file in (Path(sglang.origin).parent / "srt" / "models").glob("*.py")}
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(models - set(FAMILIES))))
+
     from transformers.utils import is_torchvision_available
 
     # The answer is cached: transformers must go on seeing torchvision as absent.
     if not is_torchvision_available():
-        vision = _Missing("torchvision")
-        vision.transforms = _Missing("torchvision.transforms")
-        vision.transforms.functional = _Missing("torchvision.transforms.functional")
+        vision: Any = Missing("torchvision")
+        vision.transforms = Missing("torchvision.transforms")
+        vision.transforms.functional = Missing("torchvision.transforms.functional")
     if importlib.util.find_spec("sgl_kernel") is None:
-        _Missing("sgl_kernel")
+        Missing("sgl_kernel")
 
 
 def main(arguments: list[str]) -> None:
+    gc.disable()  # imports make a million objects, of which hardly any is garbage
+    prepare()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
+    args = prepare_server_args(["--device", "cpu", "--attention-backend", "torch_native", *arguments])
+    import sglang.srt.entrypoints.http_server
+
+    gc.freeze()
+    gc.enable()
     try:
-        run_server(prepare_server_args(["--device", "cpu", "--attention-backend", "torch_native", *arguments]))
+        run_server(args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-_stand_in()
 if __name__ == "__main__":
     main(sys.argv[1:])

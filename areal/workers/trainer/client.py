@@ -24,7 +24,7 @@ from areal.workers.trainer import wire
 
 T = TypeVar("T")
 GRACE_S = 2.0
-"""Seconds that the cause of a failure may come later than its echo, and that a rank's own deadline comes before ours."""
+"""Seconds by which the cause of a failure may come after its echo, and a rank's own deadline before ours."""
 
 
 class HttpTrainer:
@@ -60,10 +60,7 @@ class HttpTrainer:
         """
         bodies = await asyncio.to_thread(lambda: [wire.pack_request(r) for r in wire.split(request, len(self._urls))])
         answers = await self._together(
-            [
-                self._post(rank, "train", body, wire.unpack_stats, self._timeout_s)
-                for rank, body in enumerate(bodies)
-            ]
+            [self._post(rank, "train", body, wire.unpack_stats, self._timeout_s) for rank, body in enumerate(bodies)]
         )
         return answers[0]
 
@@ -116,9 +113,7 @@ class HttpTrainer:
         answer, *_ = await self._together([self._post(0, name, wire.pack(meta), bytes, timeout_s)])
         return answer
 
-    async def _post(
-        self, rank: int, name: str, body: bytes, unpack: Callable[[bytes], T], timeout_s: float
-    ) -> T:
+    async def _post(self, rank: int, name: str, body: bytes, unpack: Callable[[bytes], T], timeout_s: float) -> T:
         where = f"trainer rank {rank}: {name}"
         try:
             async with (

@@ -1,8 +1,8 @@
 """One rank's model and optimizer, and what can be asked of them.
 
-I2 is asserted again here; I4 is kept by name: a step carries (attempt, from_version, batch_id), the last one's answer is
-stored. Every rank of a data-parallel group takes the same decisions at the same places, from sums over the group: a
-rank that fails says so in the next sum instead of leaving the others to wait for it.
+I2 is asserted again here. I4 is kept by name: a step carries (attempt, from_version, batch_id), and the answer of the
+last one is stored. The ranks of a data-parallel group take the same decisions at the same places, from sums over the
+group: a rank that fails says so in the next sum instead of leaving the others to wait for it.
 """
 
 from __future__ import annotations
@@ -142,13 +142,27 @@ class Engine:
                 self._agree(error)
                 norms.append(self._update(request))
                 self._torn = f"the step from version {self.version} failed after {len(norms)} of its updates"
-        stats = sums.reduce(self._group, request.kind)
+        total = sums.reduce(self._group)
+        seconds = self._slowest(time.monotonic() - started)
         self._torn = ""
+
+        def mean(name: str, by: str = "weight") -> float:
+            return total[name] / total[by] if total[by] else NAN
+
+        ppo = request.kind == "ppo"
         return TrainStats(
             version=self.version + 1,
-            grad_norm=float(np.mean(norms)) if norms else NAN,
-            seconds=self._slowest(time.monotonic() - started),
-            **stats,
+            loss=mean("loss"),
+            grad_norm=sum(norms) / len(norms) if norms else NAN,
+            entropy=mean("entropy"),
+            clip_fraction=mean("clipped") if ppo else NAN,
+            importance_mean=mean("importance") if ppo else NAN,
+            importance_capped=mean("capped") if ppo else NAN,
+            logprob_gap_max=total["gap_max"] if total["own"] else NAN,
+            logprob_gap_mean=mean("gap", "own"),
+            tokens=round(total["tokens"]),
+            loss_tokens=round(total["loss_tokens"]),
+            seconds=seconds,
         )
 
     @torch.no_grad()
@@ -168,7 +182,8 @@ class Engine:
         sums: _Sums,
     ) -> Tensor:
         if request.kind == "sft":
-            loss, parts = sft_loss(logprobs, micro.weights), {}
+            loss = sft_loss(logprobs, micro.weights)
+            sums.update(micro, loss, entropy)
         else:
             loss, parts = ppo_loss(
                 logprobs,
@@ -179,7 +194,7 @@ class Engine:
                 clip=request.clip,
                 importance_cap=request.importance_cap,
             )
-        sums.update(micro, loss, entropy, parts)
+            sums.update(micro, loss, entropy, **parts)
         return loss
 
     def _update(self, request: TrainRequest) -> float:
@@ -287,7 +302,7 @@ class _Sums:
         self._sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
         self._gap_max = torch.full((1,), -math.inf, device=device)
 
-    def update(self, micro: _Micro, loss: Tensor, entropy: Tensor, parts: dict[str, Tensor]) -> None:
+    def update(self, micro: _Micro, loss: Tensor, entropy: Tensor, **parts: Tensor) -> None:
         """Of each optimizer update."""
         self._add(loss=loss.detach(), weight=micro.weights.sum(), entropy=(micro.weights * entropy).sum(), **parts)
 
@@ -303,26 +318,11 @@ class _Sums:
         for name, value in values.items():
             self._sums[self.NAMES.index(name)] += value
 
-    def reduce(self, group: dist.ProcessGroup, kind: str) -> dict[str, float]:
+    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """Over all ranks, by name; and "gap_max"."""
         dist.all_reduce(self._sums, group=group)
         dist.all_reduce(self._gap_max, op=dist.ReduceOp.MAX, group=group)
-        total = dict(zip(self.NAMES, self._sums.tolist(), strict=True))
-
-        def mean(name: str, by: str = "weight") -> float:
-            return total[name] / total[by] if total[by] else NAN
-
-        ppo = kind == "ppo"
-        return {
-            "loss": mean("loss"),
-            "entropy": mean("entropy"),
-            "clip_fraction": mean("clipped") if ppo else NAN,
-            "importance_mean": mean("importance") if ppo else NAN,
-            "importance_capped": mean("capped") if ppo else NAN,
-            "logprob_gap_max": self._gap_max.item() if total["own"] else NAN,
-            "logprob_gap_mean": mean("gap", "own"),
-            "tokens": int(total["tokens"]),
-            "loss_tokens": int(total["loss_tokens"]),
-        }
+        return {**dict(zip(self.NAMES, self._sums.tolist(), strict=True)), "gap_max": self._gap_max.item()}
 
 
 def _check(request: TrainRequest, vocab: int) -> None:

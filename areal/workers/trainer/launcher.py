@@ -8,8 +8,9 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from areal.config import Config
 from areal.errors import ConfigError, TrainerError
@@ -97,7 +98,9 @@ async def start_trainer(
     )
 
 
-def _registrar(token: str, addresses: Sequence[asyncio.Future[str]]):  # noqa: ANN202
+def _registrar(
+    token: str, addresses: Sequence[asyncio.Future[str]]
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     async def register(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             message = json.loads(await reader.readline())
@@ -116,7 +119,8 @@ async def _ready(addresses: Sequence[asyncio.Future[str]], children: Sequence[Ch
     ends = [asyncio.create_task(child.wait()) for child in children]
     everyone = asyncio.gather(*addresses)
     try:
-        await asyncio.wait([everyone, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        waited: list[asyncio.Future[Any]] = [everyone, *ends]
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if everyone.done():
             return
         late = next((c for c in children if c.returncode is not None), None)

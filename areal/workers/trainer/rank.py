@@ -115,7 +115,9 @@ class Rank:
         return handle
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"attempt": self._engine.attempt, "version": self._engine.version})
+        return web.json_response(
+            {"pid": os.getpid(), "attempt": self._engine.attempt, "version": self._engine.version}
+        )
 
     # Each of these runs on the main thread.
 

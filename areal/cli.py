@@ -1,0 +1,268 @@
+"""The command line: `launch` for programs, `areal config` for looking at settings.
+
+    async def main(config: Config) -> None: ...
+
+    if __name__ == "__main__":
+        launch(main, {"train.steps": 60})        # python program.py run.toml seed=2
+
+The library installs no signal handler and owns no event loop; this module does both, for a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic.fields import FieldInfo
+
+from areal.config import SETTINGS, Config
+from areal.errors import ArealError, ConfigError, Stalled, root_cause
+
+STOP_S = 10.0
+"""Seconds that a program has to stop after the first Ctrl-C, and to close its event loop at the end."""
+
+
+def launch(
+    main: Callable[[Config], Coroutine[Any, Any, object]],
+    defaults: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> NoReturn:
+    """Run `main(config)` as this process's program and exit.
+
+    The config comes from `defaults` (dotted keys) and the command line: `[FILE.toml ...] [key=value ...]`.
+    Exit codes: 0 done; 1 failed; 2 a setting or the data is wrong; 3 stalled; 128 + n stopped by signal n (Ctrl-C 130).
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print(_program_help(defaults or {}))
+        sys.exit(0)
+    try:
+        config = Config.load(arguments, defaults)
+    except ArealError as error:
+        print(describe(error), file=sys.stderr)
+        sys.exit(exit_code(error))
+    sys.exit(supervise(partial(main, config)))
+
+
+def supervise(main: Callable[[], Coroutine[Any, Any, object]], stop_s: float = STOP_S) -> int:
+    """Run `main()` on uvloop, if it is installed, and return the exit code; to be called from the main thread.
+
+    The first SIGINT or SIGTERM cancels `main`, which has `stop_s` seconds to end. Notes that it adds to the
+    CancelledError (`error.add_note("go on with: ...")`) are shown at the end. The second signal ends the process at
+    once, and so does the end of the `stop_s` seconds; child processes end by their guards. An error is shown as one
+    message, see `describe`.
+    """
+    process = _Process(stop_s)
+    before = {number: signal.signal(number, process.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(process.run(main))
+    finally:
+        process.ended()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Process:
+    """The two stages of stopping."""
+
+    def __init__(self, stop_s: float):
+        self._stop_s = stop_s
+        self._signal: int | None = None
+        self._main: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._deadline: threading.Timer | None = None
+
+    async def run(self, main: Callable[[], Coroutine[Any, Any, object]]) -> int:
+        self._loop = asyncio.get_running_loop()
+        self._main = asyncio.current_task()
+        code = 0
+        try:
+            await main()
+        except asyncio.CancelledError as error:
+            if self._signal is None:
+                code = 1
+                print("".join(traceback.format_exception(error)), file=sys.stderr)
+            for note in getattr(error, "__notes__", ()):
+                print(note, file=sys.stderr)
+        except (Exception, BaseExceptionGroup) as error:
+            code = exit_code(error)
+            print(describe(error), file=sys.stderr)
+        self._main = None
+        if self._signal is not None:
+            code = code or 128 + self._signal
+        self._end_within(code)
+        return code
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """Called by the interpreter between any two instructions, also where the event loop is busy: print nothing."""
+        if self._signal is not None or self._main is None or self._loop is None:
+            _exit_now(128 + number, "ended at once")
+        self._signal = number
+        self._end_within(128 + number)
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._main is not None:
+            print(f"stopping, within {self._stop_s:g} s; once more ends at once", file=sys.stderr, flush=True)
+            self._main.cancel()
+
+    def _end_within(self, code: int) -> None:
+        """A thread keeps the deadline: the event loop, or the closing of it, may be what hangs."""
+        if self._deadline is None:
+            self._deadline = threading.Timer(self._stop_s, self._out_of_time, (code,))
+            self._deadline.daemon = True
+            self._deadline.start()
+
+    def _out_of_time(self, code: int) -> None:
+        assert self._loop is not None
+        try:
+            waiting = sorted(task.get_name() for task in asyncio.all_tasks(self._loop))
+        except RuntimeError:  # the loop's thread changed the set meanwhile
+            waiting = []
+        threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
+        _exit_now(
+            code, f"not stopped within {self._stop_s:g} s: tasks {', '.join(waiting[:8])}; threads {', '.join(threads)}"
+        )
+
+    def ended(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+
+def _exit_now(code: int, message: str) -> NoReturn:
+    os.write(2, f"{message}\n".encode())
+    os._exit(code)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def exit_code(error: BaseException) -> int:
+    match root_cause(error):
+        case ConfigError():
+            return 2
+        case Stalled():
+            return 3
+        case _:
+            return 1
+
+
+def describe(error: BaseException) -> str:
+    """What a person needs to see of an error: its root cause, without the exception groups around it.
+
+    An ArealError is its message, its notes and what it was raised from: another ArealError, a failure of the system
+    (OSError, TimeoutError) in one line, anything else, such as an agent's error, with its traceback. What is not an
+    ArealError is a bug, here or in the program, and has its traceback.
+    """
+    cause = root_cause(error)
+    if not isinstance(cause, ArealError):
+        return "".join(traceback.format_exception(cause)).rstrip()
+    return "\n".join(_explain(cause))
+
+
+def _explain(error: BaseException) -> Iterator[str]:
+    message = f"{type(error).__name__}: {error}"
+    yield message
+    yield from getattr(error, "__notes__", ())
+    if error.__cause__ is None:
+        return
+    cause = root_cause(error.__cause__)
+    if isinstance(cause, ArealError | OSError | TimeoutError):
+        first, *more = _explain(cause)
+        yield from (f"because of {first}", *more)
+    elif "Traceback (most recent call last)" not in message:
+        yield from ("", "".join(traceback.format_exception(cause)).rstrip())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m areal`, and the console script `areal`."""
+    parser = argparse.ArgumentParser(prog="areal", description="Reinforcement learning that never stops generating.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    config = commands.add_parser(
+        "config",
+        help="print the effective settings and where each came from",
+        description="Print all settings as TOML, each with where its value came from: default, a file, or argument. "
+        "The output is itself a FILE.toml. A wrong setting is named, with exit code 2.",
+    )
+    config.add_argument("settings", nargs="*", metavar="FILE.toml or key=value", help="files first, key=value wins")
+    config.add_argument("--markdown", action="store_true", help="print the page docs/settings.md instead")
+    options = parser.parse_args(arguments)
+    if options.markdown and options.settings:
+        config.error("--markdown describes all settings and takes none")
+    try:
+        print(markdown() if options.markdown else Config.load(options.settings).to_toml(), end="")
+    except ArealError as error:
+        print(describe(error), file=sys.stderr)
+        return exit_code(error)
+    return 0
+
+
+def _program_help(defaults: Mapping[str, Any]) -> str:
+    program = Path(sys.argv[0]).name
+    about = (sys.modules["__main__"].__doc__ or "").strip()
+    own = "\n".join(f"  {key}={value}" for key, value in defaults.items())
+    return "\n\n".join(
+        part
+        for part in (
+            f"usage: python {program} [FILE.toml ...] [key=value ...]",
+            about,
+            f"This program's own defaults:\n{own}" if own else "",
+            "`python -m areal config` lists all settings, docs/settings.md explains them.",
+        )
+        if part
+    )
+
+
+PAGE_HEAD = """# Settings
+
+Generated by `python -m areal config --markdown`; a test keeps it current.
+
+A setting is given as `key=value` on the command line, in a TOML file, or by the program, in this order of precedence:
+`python program.py run.toml train.steps=60 servers.urls='["http://127.0.0.1:30000"]'`. `python -m areal config` prints
+what is in force and where each value came from. An unknown key, a value of another type and settings that contradict
+each other are refused before anything starts.
+"""
+
+
+def markdown() -> str:
+    """docs/settings.md: one table a section."""
+    lines = [PAGE_HEAD.rstrip()]
+    section: str | None = None
+    for key, field in SETTINGS.items():
+        head = key.rpartition(".")[0]
+        if head != section:
+            section = head
+            title = f"## {section}" if section else "## The run"
+            lines += ["", title, "", "| setting | default | value | meaning |", "|---|---|---|---|"]
+        default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        lines.append(f"| `{key}` | {f'`{default}`' if default else ''} | {_kind(field)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(field: FieldInfo) -> str:
+    """What a setting may be, in words: "integer >= 1", "mask or drop"."""
+    names: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
+    if field.annotation in names:
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        bounds = [f"{signs[n]} {getattr(m, n)}" for m in field.metadata for n in signs if hasattr(m, n)]
+        return " ".join([names[field.annotation], ", ".join(bounds)]).strip()
+    text = str(field.annotation).replace("typing.", "").replace("'", "")
+    for python, word in {"dict[str, Any]": "table", "list": "list of ", "int": "integers", "str": "texts"}.items():
+        text = text.replace(python, word)
+    return text.replace("Literal", "").replace("[", "").replace("]", "").replace(", ", " or ")

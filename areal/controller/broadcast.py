@@ -1,0 +1,153 @@
+"""The torch.distributed group through which the trainer sends weights to servers (weights.transport `group`).
+
+Rank 0 is the trainer's sender, the servers follow in order; the group is kept from one publication to the next. A
+collective that loses one member fails for all of them. So when it breaks, the member that broke it is given up, the
+group is destroyed, and the others receive again in a group without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from areal.controller.server import Server
+from areal.errors import ArealError, ServerLost, TrainerError
+from areal.workers.process import free_port
+from areal.workers.protocols import TrainerClient, WeightGroup
+
+GRACE_S = 10.0
+"""Seconds that the members of a broken group have to notice it."""
+
+Fail = Callable[[Server, str], None]
+
+
+class Broadcast:
+    """widths: tensor-parallel size of each server, each of which joins with all its ranks; empty means 1 each."""
+
+    def __init__(
+        self, trainer: TrainerClient, origin: str, host: str, backend: str, timeout_s: float, widths: Sequence[int]
+    ) -> None:
+        self._trainer = trainer
+        self._origin = origin
+        self._host = host
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._widths = widths
+        self._count = 0
+        self._group: WeightGroup | None = None
+        self._members: list[Server] = []
+
+    async def prepare(self, servers: Sequence[Server], fail: Fail) -> list[Server]:
+        """Form the group of these servers, unless it is there. Returns those that joined; the others were failed."""
+        todo = list(servers)
+        while todo and (self._group is None or self._members != todo):
+            await self.leave()
+            self._count += 1
+            ranks, size = {}, 1
+            for server in todo:
+                ranks[server] = size
+                size += self._widths[server.index] if self._widths else 1
+            name = f"{self._origin}-{self._count}"
+            group = WeightGroup(name, self._host, free_port(self._host), size, self._backend)
+            self._group, self._members = group, todo
+            joins = [server.client.join_group(group, ranks[server]) for server in todo]
+            todo = await self._together(name, self._trainer.join_group(group), todo, joins, fail)
+        return todo
+
+    async def send(
+        self, servers: Sequence[Server], label: str, finish: Callable[[Server], Awaitable[None]], fail: Fail
+    ) -> None:
+        """Broadcast the trainer's weights to all; finish(server) follows as soon as that one has loaded."""
+        done: set[Server] = set()
+
+        async def receive(server: Server, group: str) -> None:
+            await server.client.load_group(group, specs, label)
+            await finish(server)
+            done.add(server)
+
+        specs = await self._trainer.specs()
+        todo = list(servers)
+        while todo := await self.prepare(todo, fail):
+            assert self._group
+            name = self._group.name
+            left = await self._together(
+                name, self._trainer.broadcast(name), todo, [receive(server, name) for server in todo], fail
+            )
+            todo = [server for server in left if server not in done]
+            if todo:
+                await self.leave()
+
+    async def leave(self) -> None:
+        """Destroy the group, whatever state its members are in."""
+        if self._group is None:
+            return
+        name, self._group = self._group.name, None
+        leaves = [self._trainer.leave_group(name)]
+        leaves += [server.client.leave_group(name) for server in self._members if server.state != "dead"]
+        tasks = [asyncio.create_task(_quietly(leave)) for leave in leaves]
+        try:
+            await asyncio.wait(tasks, timeout=GRACE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _together(
+        self,
+        group: str,
+        sender: Awaitable[None],
+        servers: Sequence[Server],
+        receivers: Sequence[Awaitable[None]],
+        fail: Fail,
+    ) -> list[Server]:
+        """Run both sides of a collective. Returns the servers that may go on; the ones to blame were failed.
+
+        To blame are servers that were lost. When there are none, it is the first that refused, unless the trainer
+        failed before it: that is a TrainerError. Servers without an answer are stuck in the collective: failed too.
+        """
+        now = asyncio.get_running_loop().time
+        send = asyncio.create_task(_run(sender))
+        tasks: dict[asyncio.Task[None], Server | None] = {send: None}
+        tasks |= {asyncio.create_task(_run(r)): server for server, r in zip(servers, receivers, strict=True)}
+        failed: dict[Server | None, ArealError] = {}
+        leaving: list[asyncio.Task[None]] = []
+        pending = set(tasks)
+        deadline = now() + self._timeout_s
+        try:
+            while pending and now() < deadline:
+                done, pending = await asyncio.wait(
+                    pending, timeout=deadline - now(), return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    try:
+                        task.result()
+                    except ArealError as error:
+                        server = tasks[task]
+                        if server and send in pending:  # closes its connections, which ends the others' waits
+                            leaving.append(asyncio.create_task(_quietly(server.client.leave_group(group))))
+                        failed[server] = error
+                if failed and send not in pending:
+                    deadline = min(deadline, now() + GRACE_S)
+        finally:
+            for task in (*pending, *leaving):
+                task.cancel()
+            await asyncio.gather(*pending, *leaving, return_exceptions=True)
+        stuck = [server for task in pending if (server := tasks[task])]
+        sent = send not in pending and None not in failed
+        lost = [s for s, error in failed.items() if s and (sent or isinstance(error, ServerLost))]
+        first = next(iter(failed), None)
+        blamed = {*stuck, *(lost or ([first] if first else []))}
+        for server in blamed:
+            fail(server, str(failed.get(server) or f"{server.client.url}: no answer in the broadcast group"))
+        if not blamed and not sent:
+            raise failed.get(None) or TrainerError(f"weight group {group}: no answer within {self._timeout_s:g} s")
+        return [server for server in servers if server not in blamed]
+
+
+async def _run(awaitable: Awaitable[None]) -> None:
+    await awaitable
+
+
+async def _quietly(awaitable: Awaitable[None]) -> None:
+    with suppress(ArealError):
+        await awaitable

@@ -1,0 +1,241 @@
+"""Publishes new weights to the servers.
+
+    weights = WeightSync(config, fleet, trainer, folder, origin="search.0", probe=probe_ids(vocab_size))
+    stats = await weights.publish(version)      # the trainer holds `version`, and does until this returns
+
+While the servers still generate, the weights are exported (transport `disk`) or the broadcast group is formed
+(`group`). Then, each server for itself: gate closed, running requests aborted, load, flush until the server says so,
+log-probs of a fixed prompt compared with the trainer's, gate open at the new label. The first that is done serves.
+
+A server that fails in any of this, or takes longer than weights.timeout_s, is dead: the fleet starts it again, and
+`sync_server` brings it to the current version before it gets a request. So a server serves a known version or none
+(I6), and a publication ends in time (I7). When no server was left, `publish` raises PublishError with each cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from areal.config import Config
+from areal.controller.broadcast import Broadcast
+from areal.controller.fleet import Fleet
+from areal.controller.server import Server
+from areal.errors import PublishError, ServerError, ServerLost, ServerRefused
+from areal.types import Floats, Ints
+from areal.workers.protocols import TrainerClient
+from areal.workers.rollout.client import make_label
+
+FLOAT32_TOLERANCE = 1e-4
+"""Largest log-prob difference of any token of the probe between server and trainer."""
+BFLOAT16_TOLERANCE = 0.1
+"""The same for the mean over its tokens: single tokens differ by several tenths between two correct engines."""
+
+log = logging.getLogger("areal")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishStats:
+    """prepare_s: export, or forming the group, while the servers generate. pause_s, pause_max_s: how long the mean and
+    the slowest server stood still. gap: log-prob difference found (see the tolerances; NaN when weights.verify is
+    off). failed: why a server did not take this version."""
+
+    version: int
+    servers: int
+    prepare_s: float
+    pause_s: float
+    pause_max_s: float
+    gap: float
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """What servers must hold. expected: the trainer's log-probs of the probe, None when they are not verified."""
+
+    version: int
+    label: str
+    expected: Floats | None
+
+
+def probe_ids(vocab_size: int, length: int = 64) -> Ints:
+    """A fixed prompt with ids from all over the vocabulary."""
+    return (np.arange(1, length + 1) * 7919 % vocab_size).astype(np.int32)
+
+
+class WeightSync:
+    """See the module.
+
+    folder: where versions are exported; only the current one is kept. probe: the prompt of the verification.
+    held(): the version that the trainer holds now, None while a step runs. Only `group` asks, to bring up a server
+    that was started again before the next publication. host: address of the trainer's first rank, for `group`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        trainer: TrainerClient,
+        folder: Path,
+        *,
+        origin: str,
+        probe: Ints,
+        held: Callable[[], int | None] = lambda: None,
+        host: str = "127.0.0.1",
+        backend: str = "gloo",
+    ) -> None:
+        self._settings = config.weights
+        self._exact = config.model.dtype == "float32"
+        self._fleet = fleet
+        self._trainer = trainer
+        self._folder = folder
+        self._origin = origin
+        self._probe = probe
+        self._held = held
+        self._lock = asyncio.Lock()
+        self._current: Current | None = None
+        self._exported: int | None = None
+        self._broadcast: Broadcast | None = None
+        if config.weights.transport == "group":
+            widths = [len(devices) for devices in config.placement.servers]
+            self._broadcast = Broadcast(trainer, origin, host, backend, config.weights.timeout_s, widths)
+        fleet.sync = self.sync_server
+
+    async def publish(self, version: int) -> PublishStats:
+        """Bring all servers to the weights that the trainer holds, as `version`.
+
+        Raises PublishError when there were servers and none took them; TrainerError when the trainer could not give
+        them: then, with `disk`, no server was touched.
+        """
+        async with self._lock:
+            now = asyncio.get_running_loop().time
+            started = now()
+            expected = (await self._trainer.logprobs([self._probe]))[0] if self._settings.verify else None
+            servers = await self._fleet.ready()
+            taken: dict[Server, tuple[float, float]] = {}
+            failed: dict[Server, str] = {}
+
+            def fail(server: Server, reason: str) -> None:
+                failed[server] = reason
+                self._fleet.fail(server, reason)
+
+            if self._broadcast:
+                await self._broadcast.prepare(servers, fail)
+            else:
+                await self._export(version)
+            prepared = now()
+            current = self._current = Current(version, make_label(self._origin, version), expected)
+
+            async def finish(server: Server) -> None:
+                gap = await self._finish(server, current)
+                taken[server] = now() - prepared, gap
+
+            async def update(server: Server) -> None:
+                try:
+                    async with self._deadline(server):
+                        await self._fleet.interrupt(server)
+                        await server.client.load_disk(str(self._path(version)), current.label)
+                        await finish(server)
+                except ServerError as error:
+                    fail(server, str(error))
+
+            todo = [server for server in servers if server not in failed]
+            if self._broadcast:
+                await asyncio.gather(*(self._fleet.interrupt(server) for server in todo))
+                await self._broadcast.send(todo, current.label, finish, fail)
+            else:
+                await asyncio.gather(*(update(server) for server in todo))
+            if servers and not taken:
+                raise PublishError(f"no server took version {version}:\n  " + "\n  ".join(failed.values()))
+            await self._prune()
+            return PublishStats(
+                version=version,
+                servers=len(taken),
+                prepare_s=prepared - started,
+                pause_s=sum(pause for pause, _ in taken.values()) / max(1, len(taken)),
+                pause_max_s=max((pause for pause, _ in taken.values()), default=0.0),
+                gap=max((gap for _, gap in taken.values()), default=float("nan")),
+                failed=tuple(failed.values()),
+            )
+
+    async def sync_server(self, server: Server) -> None:
+        """Bring one server that just came up to the current version, and open it. Raises ServerError.
+
+        Before the first publication a server opens when its label is of this run and attempt. When the weights cannot
+        be had (transport `group`, while the trainer is on its way to the next version) the server stays closed, and
+        the next publication takes it along.
+        """
+        async with self._lock:
+            if server.state != "starting":
+                return  # a publication took it along, or it has died
+            current = self._current
+            if current is None:
+                if server.version is not None and server.label:
+                    self._fleet.open(server, server.label)
+                return
+            if self._exported != current.version:
+                if self._held() != current.version:
+                    return
+                await self._export(current.version)
+                if self._held() != current.version:  # a step began meanwhile: which weights these are is not known
+                    self._exported = None
+                    return
+            async with self._deadline(server):
+                await server.client.load_disk(str(self._path(current.version)), current.label)
+                await self._finish(server, current)
+
+    async def _finish(self, server: Server, current: Current) -> float:
+        """Flush, verify, open; the log-prob gap. A load leaves old KV behind when something still ran."""
+        await server.client.flush()
+        gap = float("nan")
+        if current.expected is not None:
+            difference = np.abs(await server.client.score(self._probe) - current.expected)
+            gap = float(difference.max() if self._exact else difference.mean())
+            tolerance = FLOAT32_TOLERANCE if self._exact else BFLOAT16_TOLERANCE
+            if not gap <= tolerance:
+                raise ServerRefused(
+                    f"{server.client.url}: after loading {current.label} its log-probs differ from the trainer's by "
+                    f"{gap:.3g}, more than {tolerance:g}"
+                )
+        self._fleet.open(server, current.label)
+        return gap
+
+    def _deadline(self, server: Server) -> _Deadline:
+        return _Deadline(server.client.url, self._settings.timeout_s)
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"version-{version}"
+
+    async def _export(self, version: int) -> None:
+        if self._exported != version:
+            await self._trainer.export(str(self._path(version)))
+            self._exported = version
+
+    async def _prune(self) -> None:
+        keep = self._path(self._exported) if self._exported is not None else None
+        for path in self._folder.glob("version-*"):
+            if path != keep:
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+
+class _Deadline:
+    """`asyncio.timeout` whose end is a ServerLost that names the server."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self._message = f"{url} did not take the new weights within weights.timeout_s={seconds:g}"
+        self._timeout = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            await self._timeout.__aexit__(*error)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise ServerLost(self._message) from None

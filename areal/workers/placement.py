@@ -1,0 +1,68 @@
+"""Which devices each SGLang server and each trainer rank gets. Decided, or refused, before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from areal.config import Config
+from areal.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`servers[i]` are the devices of server i (more than one: tensor parallel), `ranks[r]` is that of rank r.
+
+    Numbers count the devices that this process sees from 0. Without devices `ranks` and each server's are empty.
+    """
+
+    servers: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+
+
+def place(config: Config, devices: int | None = None) -> Plan:
+    """Place the servers that areal starts and all ranks on `devices` devices (0: on CPUs; None: those seen here).
+
+    What `placement` leaves open is filled in the order of device numbers: one device a rank, then one a server.
+    Raises ConfigError for what does not fit.
+    """
+    if devices is None:
+        devices = count_devices()
+    count = 0 if config.servers.urls else config.servers.count
+    servers, ranks = config.placement.servers, config.placement.ranks
+    if absent := sorted(device for device in chain(ranks, *servers) if device >= devices):
+        raise ConfigError(f"placement names device {absent[0]}, counted from 0; this machine has {_counted(devices)}")
+    if devices == 0:
+        return Plan(((),) * count, ())
+    free = [device for device in range(devices) if device not in chain(ranks, *servers)]
+    wanted = (0 if ranks else config.trainer.ranks) + (0 if servers else count)
+    if wanted > len(free):
+        raise ConfigError(
+            f"trainer.ranks={config.trainer.ranks} and servers.count={count} need {wanted} more devices than "
+            f"`placement` names, one each; of {_counted(devices)} {len(free)} are left"
+        )
+    if not ranks:
+        ranks, free = free[: config.trainer.ranks], free[config.trainer.ranks :]
+    if not servers:
+        servers = [[device] for device in free[:count]]
+    return Plan(tuple(map(tuple, servers)), tuple(ranks))
+
+
+def count_devices() -> int:
+    """The GPUs that this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def visible(devices: Sequence[int], environment: Mapping[str, str] = os.environ) -> str:
+    """CUDA_VISIBLE_DEVICES of a child that gets `devices`: the machine's names of what is counted from 0 here."""
+    here = environment.get("CUDA_VISIBLE_DEVICES")
+    names = here.split(",") if here else None
+    return ",".join(names[device] if names else str(device) for device in devices)
+
+
+def _counted(devices: int) -> str:
+    return f"{devices} device{'' if devices == 1 else 's'}"

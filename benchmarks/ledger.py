@@ -1,0 +1,60 @@
+"""What it costs the event loop to put a finished episode into the ledger, and what the writer thread needs on top.
+
+`loop_us` is CPU of the loop's thread, `total_us` of the process (with the writer), per append; `bytes` is what the
+episode takes in its segment file. Goal: loop_us below 100 for an episode of 256 tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from areal.controller import segments
+from areal.controller.facts import Finished
+from areal.controller.ledger import Ledger
+from areal.types import EpisodeRecord, Trajectory
+from benchmarks.table import arguments, report
+
+
+def episode(group: int, tokens: int) -> EpisodeRecord:
+    ids = np.arange(tokens, dtype=np.int32)
+    trajectory = Trajectory(ids, ids % 4 > 0, np.full(tokens, -0.5, np.float32), ids // (tokens // 2 + 1))
+    return EpisodeRecord(group, 0, f"task {group}", 1.0, (trajectory,), turns=3, metrics={"calls": 2.0})
+
+
+async def measure(tokens: int, count: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="areal-bench-") as folder:
+        ledger = Ledger.create(folder)
+        episodes = [episode(group, tokens) for group in range(count)]
+        loop_s = 0.0
+        total_s, wall_s = time.process_time(), time.perf_counter()
+        for start in range(0, count, 50):
+            began = time.thread_time()
+            for record in episodes[start : start + 50]:
+                ledger.append(Finished(record.group, 0, 1.0, ((0, tokens // 2), (1, tokens // 4))), record)
+            loop_s += time.thread_time() - began
+            await asyncio.sleep(0.005)
+        await ledger.barrier()
+        total_s, wall_s = time.process_time() - total_s, time.perf_counter() - wall_s
+        await ledger.close()
+    return {
+        "tokens": tokens,
+        "loop_us": loop_s / count * 1e6,
+        "total_us": total_s / count * 1e6,
+        "bytes": len(segments.encode(episodes[0])),
+        "episodes_per_s": count / wall_s,
+    }
+
+
+def main() -> None:
+    options = arguments()
+    asyncio.run(measure(256, 500))  # warm-up
+    report("ledger", [asyncio.run(measure(tokens, 2000)) for tokens in (256, 4096)], options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""A whole run on real SGLang and real Megatron ranks: asynchronous, interrupted, accounted for to the last group."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from areal import Config, Controller, Episode, Task
+from areal.controller.facts import Admitted, BatchFormed, Dropped, Finished, Trained
+from areal.controller.ledger import Ledger
+from areal.errors import TooManyFailures
+
+SETTINGS = {
+    "train.steps": 10,
+    "train.batch_groups": 4,
+    "train.minibatches": 2,
+    "group.size": 4,
+    "sampling.max_new_tokens": 24,
+    "staleness.max": 2,
+    "optimizer.lr": 1e-3,
+    "checkpoint.every": 4,
+    "checkpoint.keep": 2,
+    "view": "plain",
+    "model.context_length": 512,
+}
+
+
+def config(model: Path, folder: Path, **more: object) -> Config:
+    return Config.load([], {**SETTINGS, "model.path": str(model), "folder": str(folder), **more})
+
+
+async def two_turns(episode: Episode, task: Task) -> float:
+    """Two model calls with a pause between them, so that versions mix; the reward wants few different letters."""
+    messages = [{"role": "user", "content": task["text"]}]
+    messages.append(await episode.chat(messages))
+    await asyncio.sleep(episode.rng.uniform(0, 0.3))
+    messages.append({"role": "user", "content": "again"})
+    reply = await episode.chat(messages)
+    return 1.0 - len(set(reply["content"])) / 24
+
+
+def tasks(n: int) -> list[Task]:
+    return [{"id": f"task-{i}", "text": f"the city of person {i}"} for i in range(n)]
+
+
+@pytest.mark.timeout(400)
+async def test_ten_asynchronous_steps_account_for_every_group(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """I1, I2, I3, I4, I6 in the ledger of a real run."""
+    settings = config(tiny_qwen3, tmp_path)
+    async with Controller(settings) as controller:
+        before = await controller.evaluate(two_turns, tasks(16), label="success_before")
+        await controller.train(two_turns, tasks(40))
+        state = controller.scheduler.state
+        folder = controller.folder
+    assert len(before.rewards) == 16
+    assert before.failed == 0
+    summary = json.loads(folder.summary_file.read_text())
+    assert summary["steps"] == summary["version"] == 10
+    assert summary["success_before"] == before.success
+    assert 0 < summary["max_staleness_trained"] <= 2
+    assert summary["tokens_generated"] > summary["tokens_trained"] / 10 > 0
+    assert summary["logprob_gap_max"] < 1e-3
+    assert 0 < summary["weights_pause_share"] < 1
+    groups = summary["groups"]
+    assert groups["trained"] == 40
+    assert groups["admitted"] == groups["trained"] + sum(groups["dropped"].values()) + groups["open"]
+
+    ledger = Ledger.open(folder.ledger)
+    facts = list(ledger.facts())
+    await ledger.close()
+    fate: dict[int, str] = {}
+    version = 0
+    for fact in facts:
+        match fact:
+            case Admitted(group=group):
+                taken = sum(end == "trained" for end in fate.values()) + sum(end == "open" for end in fate.values())
+                assert taken // 4 <= version + 2, "I1"
+                assert group not in fate
+                fate[group] = "open"
+            case Dropped(group=group):
+                assert fate[group] == "open", "I3"
+                fate[group] = "dropped"
+            case BatchFormed(groups=numbers, from_version=at):
+                assert at == version
+                batch = numbers
+            case Trained(version=version):
+                for number in batch:
+                    assert fate[number] == "open", "I4"
+                    fate[number] = "trained"
+            case Finished(tokens=tokens):
+                assert all(0 <= v <= version for v, _ in tokens), "I6"
+    assert version == 10
+    assert sum(end == "open" for end in fate.values()) == groups["open"]
+    assert any(len(fact.tokens) > 1 for fact in facts if isinstance(fact, Finished)), "no episode spans versions"
+    assert state.version == 10
+
+    lines = (folder.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+    assert (folder.path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (folder.path / "checkpoints").iterdir()) == ["step-10", "step-8"]
+    assert (folder.path / "config.toml").exists()
+    assert {path.name for path in folder.logs.iterdir()} >= {"trainer-0.log", "server-0.log"}
+
+
+@pytest.mark.timeout(300)
+async def test_a_run_starts_from_a_checkpoint_with_two_ranks_and_the_group_transport(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    first = config(tiny_qwen3, tmp_path, **{"train.steps": 1, "trainer.ranks": 2, "weights.transport": "group"})
+    async with Controller(first) as controller:
+        await controller.train(two_turns, tasks(20))
+        checkpoint = controller.folder.checkpoint(1)
+    again = config(checkpoint, tmp_path, **{"train.steps": 1})
+    async with Controller(again) as controller:
+        await controller.train(two_turns, tasks(20))
+        assert controller.scheduler.state.version == 1
+
+
+@pytest.mark.timeout(200)
+async def test_an_agent_that_always_raises_ends_the_run_and_leaves_its_summary(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """I9 through the whole controller: the traceback of the agent, no reward of 0."""
+
+    async def broken(episode: Episode, task: Task) -> float:
+        return task["answer"]
+
+    controller = Controller(config(tiny_qwen3, tmp_path, max_failures=6))
+    with pytest.raises(TooManyFailures, match="KeyError: 'answer'"):
+        async with controller:
+            await controller.train(broken, tasks(20))
+    summary = json.loads(controller.folder.summary_file.read_text())
+    assert summary["steps"] == 0
+    assert summary["groups"]["trained"] == 0
+
+
+SCRIPT = """
+    import asyncio
+    from areal import Controller, launch
+
+    async def agent(episode, task):
+        await episode.generate([5, 6, 7])
+        await asyncio.sleep(0.05)
+        return float(episode.member)
+
+    async def main(config):
+        async with Controller(config) as controller:
+            await controller.train(agent, [{"id": str(i)} for i in range(100)])
+
+    if __name__ == "__main__":
+        launch(main)
+"""
+
+
+def start_script(model: Path, folder: Path) -> subprocess.Popen[str]:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    settings = [f"{key}={value}" for key, value in SETTINGS.items()]
+    settings += [f"model.path={model}", f"folder={folder}", "train.steps=1000", "checkpoint.every=0"]
+    return subprocess.Popen(
+        [sys.executable, "-u", str(script), *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str]) -> None:
+    assert process.stdout
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step 2/"):
+            return
+    pytest.fail("no step was reported:\n" + "".join(seen))
+
+
+def descendants(folder: Path) -> list[int]:
+    """Processes whose command line or log names the run folder's parent, our own excepted."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(folder) in (entry / "environ").read_text(errors="replace"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_ctrl_c_stops_within_ten_seconds_and_says_how_to_go_on(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_TEST_MARK", str(tmp_path))
+    process = start_script(tiny_qwen3, tmp_path)
+    wait_for_step(process)
+    assert len(descendants(tmp_path)) >= 4  # the script, SGLang's three processes, the rank
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 130
+    (checkpoint,) = (tmp_path / "run-0001" / "checkpoints").iterdir()
+    assert f"model.path={checkpoint}" in output
+    assert "Traceback" not in output
+    assert (tmp_path / "run-0001" / "summary.json").exists()
+    assert descendants(tmp_path) == []
+
+
+@pytest.mark.timeout(240)
+def test_no_orphans_after_sigkill_of_the_controller(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_TEST_MARK", str(tmp_path))
+    process = start_script(tiny_qwen3, tmp_path)
+    wait_for_step(process)
+    process.kill()
+    process.wait()
+
+    async def gone() -> None:
+        async with asyncio.timeout(10):
+            while descendants(tmp_path):
+                await asyncio.sleep(0.1)
+
+    asyncio.run(gone())

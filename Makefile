@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 help:
 	@echo 'make search-agent   set up, then train a search agent by RL; ARGS="seed=2 train.steps=60" passes settings'
 	@echo 'make test           set up, then run all checks: lint, unit, integration'
-	@echo 'make bench          set up, then run all benchmarks; ARGS="--json FILE" passes options'
+	@echo 'make bench          set up, then run all benchmarks; ARGS="--json FOLDER" passes options'
 	@echo 'make install        set up only'
 
 install: $(INSTALLED)
@@ -58,6 +58,6 @@ endif
 	@touch $@
 
 $(TOOLS): $(INSTALLED) requirements-dev.txt
-	@echo '== installing the tools for tests: under a minute, once'
+	@echo '== installing the tools for tests: about a minute, once'
 	@$(INSTALL) --requirement requirements-dev.txt
 	@touch $@

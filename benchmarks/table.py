@@ -25,7 +25,7 @@ def report(title: str, rows: list[dict[str, Any]], json_path: str | None) -> Non
     The columns are the keys of the rows in order of appearance; a row may lack some.
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in columns:
         numeric = _numeric(row.get(column) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
@@ -34,7 +34,7 @@ def report(title: str, rows: list[dict[str, Any]], json_path: str | None) -> Non
     console = Console()
     if not console.is_terminal:
         console.width = 160  # a pipe has no width; 80 columns would cut the numbers
-    console.print(table)
+    console.print(title, table, sep="\n", highlight=False)
     if json_path:
         path = Path(json_path)
         path.parent.mkdir(parents=True, exist_ok=True)

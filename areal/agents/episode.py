@@ -137,9 +137,10 @@ class Episode:
     async def generate(self, input_ids: Sequence[int] | Ints, max_new_tokens: int | None = None) -> Completion:
         """Sample after `input_ids` [P]. Ids that begin with an earlier prompt and its answer continue that sequence;
         others begin a new one. Raises ContextOverflow."""
-        ids = np.array(input_ids, dtype=np.int32)
-        if ids.ndim != 1 or not len(ids):
-            raise EpisodeError(f"episode.generate needs a flat, non-empty list of token ids, not shape {ids.shape}")
+        given = np.asarray(input_ids)
+        ids = given.astype(np.int32)  # a copy: the caller may go on writing into its array
+        if ids.ndim != 1 or not len(ids) or not np.array_equal(ids, given):
+            raise EpisodeError(f"episode.generate needs a flat, non-empty list of token ids, not {input_ids!r}")
         prompt = self._transcript.extend_ids(ids)
         completion = await self._complete(ids, max_new_tokens)
         self._transcript.record_ids(prompt, completion)
@@ -179,7 +180,10 @@ class Episode:
         ]
 
     def finish(self, reward: object, seconds: float) -> EpisodeRecord:
-        """End the episode: what the ledger keeps of it. Raises EpisodeError for a reward that is no finite number."""
+        """End the episode: what the ledger keeps of it. Raises EpisodeError for a reward that is no finite number (I9).
+
+        seconds: wall time from the start to the agent's return.
+        """
         self._finished = True
         try:
             value = float(reward) if isinstance(reward, numbers.Real | np.bool_) else math.nan

@@ -157,14 +157,11 @@ class Transcript:
         while stack:
             turn, start = stack.pop()
             at = start + len(turn.messages)
-            if (
-                at < len(messages)
-                and turn.messages == list(messages[start:at])
-                and _same_reply(messages[at], turn.reply)
-            ):
-                if at >= known or messages[at] is turn.handed_out:
-                    best, known = turn, at + 1
-                stack += [(child, at + 1) for child in turn.children if child.tools == tools]
+            if at >= len(messages) or turn.messages != messages[start:at] or not _same_reply(messages[at], turn.reply):
+                continue
+            if at >= known or messages[at] is turn.handed_out:
+                best, known = turn, at + 1
+            stack += [(child, at + 1) for child in turn.children]  # children have their root's tools
         return best, known
 
     def _retells(self, parent: Turn | None, new: list[Message]) -> bool:
@@ -199,7 +196,7 @@ def _snapshot(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _snapshot(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_snapshot(item) for item in value]
+        return type(value)(map(_snapshot, value))
     return value
 
 

@@ -18,7 +18,7 @@ from areal.agents.episode import Episode
 from areal.agents.template import Template
 from areal.config import Config
 from areal.controller.fleet import Fleet
-from areal.controller.weights import WeightSync
+from areal.controller.weights import WeightSync, probe_ids
 from areal.errors import ConfigError, root_cause
 from areal.types import Sampling
 from areal.workers.placement import place
@@ -128,7 +128,8 @@ class Cluster:
                 self.fleet,
                 self.trainer,
                 Path(self.config.weights.folder or self.folder / "weights"),
-                vocab_size=self._architecture.vocab,
+                origin=self.origin,
+                probe=probe_ids(self._architecture.vocab),
                 held=lambda: self.held,
                 backend="nccl" if self._placement.ranks else "gloo",
             )

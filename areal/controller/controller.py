@@ -115,7 +115,13 @@ class Controller:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        return await self._stack.__aexit__(kind, error, trace)
+        try:
+            return await self._stack.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as failures:  # a TaskGroup wraps whatever passes through it
+            cause = root_cause(failures)
+            if cause is error:
+                return False
+            raise cause from failures
 
     # -- the main loop
 

@@ -85,9 +85,9 @@ async def test_answer_shrinks_to_the_room_that_is_left(qwen3: Model) -> None:
     assert len(qwen3.calls) == 4
 
 
-@pytest.mark.parametrize("ids", [[], [[1, 2]]])
+@pytest.mark.parametrize("ids", [[], [[1, 2]], [1.5], [2**32 + 1], np.array([2**32 + 1])])
 async def test_ids_that_are_no_prompt(qwen3: Model, ids: Any) -> None:
-    with pytest.raises(EpisodeError, match="shape"):
+    with pytest.raises(EpisodeError, match="flat, non-empty list of token ids"):
         await qwen3.episode([5]).generate(ids)
 
 
@@ -305,7 +305,7 @@ async def test_a_tool_that_ignores_its_cancellation_is_left_behind(
 
 
 @pytest.mark.parametrize("where", ["model", "async tool", "thread"])
-async def test_cancelling_an_episode_releases_it_within_100_ms(qwen3: Model, where: str) -> None:
+async def test_cancelling_an_episode_releases_it_at_once(qwen3: Model, where: str) -> None:
     """I8."""
 
     reached = asyncio.Event()
@@ -330,10 +330,9 @@ async def test_cancelling_an_episode_releases_it_within_100_ms(qwen3: Model, whe
     task = asyncio.create_task(run(episode, [chosen]))
     await reached.wait()
     task.cancel()
-    async with asyncio.timeout(0.1):
-        await asyncio.wait([task])
+    for _ in range(5):  # turns of the loop instead of a clock: it waits for nothing
+        await asyncio.sleep(0)
     assert task.cancelled()
-    await asyncio.sleep(0)
     assert asyncio.all_tasks() == others, "no tool runs on"
 
 

@@ -279,6 +279,17 @@ async def test_conversations_of_their_own_are_no_forks(qwen3: Model) -> None:
     assert len(episode.finish(1.0, 0.0).trajectories) == 3
 
 
+async def test_contents_of_any_form_are_recognised(models_by_template: dict[str, Model]) -> None:
+    model = models_by_template["qwen3-without-thinking"]
+    for parts in ([{"type": "text", "text": "Where?"}], ({"type": "text", "text": "Where?"},)):
+        episode = model.episode("Paris<|im_end|>", "yes<|im_end|>")
+        messages = [{"role": "user", "content": parts}]
+        messages += [await episode.chat(messages), user("Sure?")]
+        await episode.chat(messages)
+        check_exact(model)
+        assert episode.forks == 0
+
+
 async def test_branches_share_their_beginning_and_count_its_tokens_once(qwen3: Model) -> None:
     episode = qwen3.episode("Paris<|im_end|>", "one", "two<|im_end|>", "one<|im_end|>", "end<|im_end|>")
     messages = [user("Where?")]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 import hypothesis.strategies as st
 import pytest
@@ -405,8 +406,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         shortfall=st.integers(0, 2),
         uniform=st.sampled_from(["train", "replace"]),
         retries=st.integers(0, 2),
-        max_failures=st.integers(0, 8),
-        last_version=st.sampled_from([0, 1, 3, 100]),
+        max_failures=st.sampled_from([0, 3, 100]),
+        last_version=st.sampled_from([0, 5, 100, 100]),
     )
     def begin(self, size, shortfall, **rest):
         self.settings = SchedulerSettings(group_size=size, min_members=max(1, size - shortfall), **rest)
@@ -417,7 +418,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stories: list[Story] = []
         self.version = self.serving = self.attempt = 0
         self.failures_in_a_row = 0
-        self.over = False
         self.batch: BatchFormed | None = None
         self.ages: Counter[int] = Counter()
         assert self.scheduler.start() == 0
@@ -462,7 +462,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # Rules: what can happen
 
-    @precondition(lambda self: not self.over and self.may_admit())
+    @precondition(lambda self: self.may_admit())
     @rule(fill=st.booleans())
     def admit(self, fill):
         while self.may_admit():
@@ -472,7 +472,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not fill:
                 break
 
-    @precondition(lambda self: not self.over and self.numbers("running"))
+    @precondition(lambda self: self.numbers("running"))
     @rule(data=st.data(), how_many=st.sampled_from(["member", "group", "all"]))
     def finish(self, data, how_many):
         numbers = self.numbers("running")
@@ -482,33 +482,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         if how_many == "member":
             ends = [data.draw(st.sampled_from(ends))]
         versions = st.integers(max(0, self.version - 5), self.version)
-        for number, member in ends:
-            tokens = data.draw(st.dictionaries(versions, st.integers(0, 3), max_size=3))
-            reward = data.draw(st.sampled_from([0.0, 1.0]))
+        tokens_of = st.dictionaries(versions, st.integers(0, 3), max_size=3)
+        results = data.draw(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), tokens_of), min_size=1, max_size=4))
+        for (number, member), (reward, tokens) in zip(ends, cycle(results), strict=False):
             verdict = self.scheduler.finished(number, member, reward, tokens)
             self.stories[number].ends[member] = (reward, tokens)
             self.failures_in_a_row = 0
             assert verdict is self.judge(number)
 
-    @precondition(lambda self: not self.over and self.numbers("running"))
-    @rule(data=st.data(), kind=st.sampled_from(["agent", "timeout", "server", "data"]))
-    def fail(self, data, kind):
+    @precondition(lambda self: self.numbers("running"))
+    @rule(data=st.data(), kind=st.sampled_from(["agent", "timeout", "server", "data"]), times=st.integers(1, 4))
+    def fail(self, data, kind, times):
         number = data.draw(st.sampled_from(self.numbers("running")))
         member = data.draw(st.sampled_from(self.out(number)))
         story = self.stories[number]
-        verdict = self.scheduler.failed(number, member, kind, "text")
-        story.tries[member] += 1
-        self.failures_in_a_row += 1
-        if self.failures_in_a_row == self.settings.max_failures + 1:
-            self.over = True
-            assert verdict is Verdict.END_RUN
-        elif story.tries[member] < self.settings.retries + 1:
+        for _ in range(times):
+            verdict = self.scheduler.failed(number, member, kind, "text")
+            story.tries[member] += 1
+            self.failures_in_a_row += 1
+            if self.failures_in_a_row == self.settings.max_failures + 1:
+                assert verdict is Verdict.END_RUN
+                self.restart(self.settings)
+                break
+            if story.tries[member] >= self.settings.retries + 1:
+                story.lost.add(member)
+                assert verdict is self.judge(number, kind)
+                break
             assert verdict is Verdict.RETRY
-        else:
-            story.lost.add(member)
-            assert verdict is self.judge(number, kind)
 
-    @precondition(lambda self: not self.over and self.numbers("running") + self.numbers("ready"))
+    @precondition(lambda self: self.numbers("running") + self.numbers("ready"))
     @rule(data=st.data(), reason=st.sampled_from(["cancelled", "data"]))
     def drop(self, data, reason):
         number = data.draw(st.sampled_from(self.numbers("running") + self.numbers("ready")))
@@ -526,7 +528,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.drop(number, "cancelled")
         assert len(self.log) == count
 
-    @precondition(lambda self: not self.over)
     @rule(final=st.booleans())
     def form(self, final):
         batch = self.scheduler.next_batch(final=final)
@@ -557,7 +558,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.stories[number].batches += 1
         self.batch = batch
 
-    @precondition(lambda self: not self.over and self.batch)
+    @precondition(lambda self: self.batch)
     @rule(serve=st.booleans())
     def train(self, serve):
         for number in self.batch.groups:
@@ -571,24 +572,38 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.serving(self.version)
             self.serving = self.version
 
+    @rule(data=st.data(), final=st.booleans(), serve=st.booleans())
+    def step(self, data, final, serve):
+        """All of a step at once, so that runs get long."""
+        self.admit(True)
+        if self.numbers("running"):
+            self.finish(data, "all")
+        self.form(final)
+        if self.batch:
+            self.train(serve)
+        self.admit(True)
+
     @rule(data=st.data())
     def serve(self, data):
-        self.serving = data.draw(st.integers(0, self.version))
+        self.serving = data.draw(st.integers(max(0, self.version - 2), self.version))
         self.scheduler.serving(self.serving)
 
     @rule()
     def checkpoint(self):
         self.scheduler.checkpointed(self.version, f"step {self.version}")
 
-    @rule(steps=st.integers(-1, 4), eta=st.integers(0, 3), late=st.sampled_from(["mask", "drop"]))
-    def restart(self, steps, eta, late):
-        """The controller is killed; another one, with other settings, replays the ledger."""
-        self.settings = replace(self.settings, last_version=max(0, self.version + steps), max_staleness=eta, late=late)
-        self.scheduler.settings = self.settings
+    @rule(steps=st.sampled_from([0, 1, 3, 100]), eta=st.integers(0, 3), late=st.sampled_from(["mask", "drop"]))
+    def restart_with_other_settings(self, steps, eta, late):
+        self.restart(
+            replace(self.settings, last_version=self.version + steps, max_staleness=eta, late=late),
+        )
+
+    def restart(self, settings):
+        """The controller is killed; another one replays the ledger."""
+        self.settings = self.scheduler.settings = settings
         self.scheduler = replayed(self.scheduler, self.log)
         self.attempt += 1
         assert self.scheduler.start() == self.attempt
-        self.over = False
         self.failures_in_a_row = 0
 
     # Invariants: what holds after each of them

@@ -142,6 +142,27 @@ async def test_an_agent_that_always_raises_ends_the_run_and_leaves_its_summary(
     assert summary["groups"]["trained"] == 0
 
 
+@pytest.mark.timeout(200)
+async def test_a_server_that_is_killed_in_mid_generation_is_replaced_and_no_episode_is_lost(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """SIGKILL to the real SGLang while agents wait on it: it is started again at the current version."""
+    async with Controller(config(tiny_qwen3, tmp_path, **{"train.steps": 4})) as controller:
+        train = asyncio.create_task(controller.train(two_turns, tasks(40)))
+        while controller.scheduler.state.version < 2:
+            await asyncio.sleep(0.05)
+        (server,) = controller.cluster.fleet.servers
+        while not server.calls:
+            await asyncio.sleep(0.01)
+        controller.cluster._children[0].kill()
+        await train
+        state, stats = controller.scheduler.state, controller.cluster.fleet.stats()
+    assert state.version == 4
+    assert stats.restarts == 1
+    assert state.dropped == {}
+    assert state.trained == 16
+
+
 SCRIPT = """
     import asyncio
     from areal import Controller, launch

@@ -13,6 +13,7 @@ The client sets no deadline on `generate`; its caller has one. Other calls end a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -233,9 +234,9 @@ class SGLangClient:
                 "/generate",
                 f"{count} tokens with {len(tokens)} log-probs and versions of {end}, not of the same tokens",
             )
-        if not np.isfinite(logprobs).all():
+        if not math.isfinite(logprobs.sum()):
             raise self._refused("/generate", "a log-prob is null")
-        if count and (output_ids.min() < 0 or output_ids.max() >= self.vocab_size):
+        if count and output_ids.view(np.uint32).max() >= self.vocab_size:  # a negative one is a huge one
             raise self._refused("/generate", f"a token outside the vocabulary of {self.vocab_size}")
         if finish not in ("stop", "length", "abort"):
             raise self._refused("/generate", f"unknown finish reason {finish!r}")
@@ -246,10 +247,10 @@ class SGLangClient:
     def _check_ids(self, ids: Ints) -> None:
         if not len(ids):
             raise EpisodeError("a prompt without tokens; give at least one")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.vocab_size:
+        if ids.view(np.uint32).max() >= self.vocab_size:  # a negative id is a huge one
+            wrong = ids[(ids < 0) | (ids >= self.vocab_size)][0]
             raise EpisodeError(
-                f"token id {low if low < 0 else high} in the prompt is outside the vocabulary of {self.vocab_size}; "
+                f"token id {wrong} in the prompt is outside the vocabulary of {self.vocab_size}; "
                 "was it made by another model's tokenizer?"
             )
 

@@ -107,7 +107,9 @@ class HttpTrainer:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
         await self._session.close()
-        await asyncio.gather(*(child.stop() for child in self._children))
+        for ended in await asyncio.gather(*(child.stop() for child in self._children), return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     async def _first(self, name: str, meta: dict[str, Any], timeout_s: float) -> bytes:
         answer, *_ = await self._together([self._post(0, name, wire.pack(meta), bytes, timeout_s)])

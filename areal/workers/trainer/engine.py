@@ -128,6 +128,7 @@ class Engine:
             for number, mini in enumerate(request.minibatches):
                 first = turn == number == 0
                 self._model.zero_grad_buffer()
+                self._optimizer.zero_grad()  # it left an alias of that buffer in each parameter's `grad`
                 try:
                     for index, micro in enumerate(updates[number]):
                         logprobs, entropy = self._score(micro.ids, micro.lengths, request.temperature)
@@ -153,7 +154,7 @@ class Engine:
         return TrainStats(
             version=self.version + 1,
             loss=mean("loss"),
-            grad_norm=sum(norms) / len(norms) if norms else NAN,
+            grad_norm=sum(norms) / len(norms),
             entropy=mean("entropy"),
             clip_fraction=mean("clipped") if ppo else NAN,
             importance_mean=mean("importance") if ppo else NAN,
@@ -332,6 +333,8 @@ def _check(request: TrainRequest, vocab: int) -> None:
     for name in ("ids", "loss_weights", "logprobs", "versions"):
         if len(getattr(batch, name)) != tokens:
             raise TrainerError(f"batch {request.batch_id}: {name} has another length than its {tokens} tokens")
+    if request.passes < 1 or not request.minibatches:
+        raise TrainerError(f"batch {request.batch_id} has no update: {request.passes} passes")
     if any(mini.loss_tokens <= 0 for mini in request.minibatches):
         raise TrainerError(f"batch {request.batch_id} has a mini-batch without a loss token")
     if not tokens:

@@ -20,6 +20,9 @@ from areal.workers.trainer.client import HttpTrainer
 from areal.workers.trainer.rank import HOST, to_json
 from areal.workers.trainer.wire import TOKEN, RankSettings
 
+REGISTER_TIMEOUT_S = 10.0
+"""Seconds in which whoever connects must say that it is a rank."""
+
 
 async def start_trainer(
     config: Config,
@@ -103,11 +106,14 @@ def _registrar(
 ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     async def register(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            message = json.loads(await reader.readline())
-            if hmac.compare_digest(str(message["token"]).encode(), token.encode()):
+            async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                message = json.loads(await reader.readline())
+            if hmac.compare_digest(message["token"].encode(), token.encode()):
                 address = addresses[message["rank"]]
                 if not address.done():
                     address.set_result(message["url"])
+        except (TimeoutError, OSError, ValueError, LookupError, TypeError, AttributeError):
+            pass  # not one of our ranks
         finally:
             writer.close()
 

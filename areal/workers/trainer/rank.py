@@ -93,8 +93,8 @@ class Rank:
 
     @web.middleware
     async def _authorise(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             return _failure(401, TrainerError("wrong token"))
         return await handler(request)
 
@@ -115,9 +115,7 @@ class Rank:
         return handle
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"pid": os.getpid(), "attempt": self._engine.attempt, "version": self._engine.version}
-        )
+        return web.json_response({"pid": os.getpid(), "attempt": self._engine.attempt, "version": self._engine.version})
 
     # Each of these runs on the main thread.
 

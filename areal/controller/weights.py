@@ -110,7 +110,7 @@ class WeightSync:
     async def publish(self, version: int) -> PublishStats:
         """Bring all servers to the weights that the trainer holds, as `version`.
 
-        Raises PublishError when there were servers and none took them; TrainerError when the trainer could not give
+        Raises PublishError when every server refused them; TrainerError when the trainer could not give
         them: then, with `disk`, no server was touched.
         """
         async with self._lock:
@@ -120,6 +120,7 @@ class WeightSync:
             servers = await self._fleet.ready()
             taken: dict[Server, tuple[float, float]] = {}
             failed: dict[Server, str] = {}
+            refused: set[Server] = set()
 
             def fail(server: Server, reason: str) -> None:
                 failed[server] = reason
@@ -143,6 +144,8 @@ class WeightSync:
                         await server.client.load_disk(str(self._path(version)), current.label)
                         await finish(server)
                 except ServerError as error:
+                    if isinstance(error, ServerRefused):
+                        refused.add(server)
                     fail(server, str(error))
 
             todo = [server for server in servers if server not in failed]
@@ -151,7 +154,8 @@ class WeightSync:
                 await self._broadcast.send(todo, current.label, finish, fail)
             else:
                 await asyncio.gather(*(update(server) for server in todo))
-            if servers and not taken:
+            # Servers that were lost come back by the fleet, which syncs them; weights that all refuse stay wrong.
+            if servers and len(refused) == len(servers):
                 raise PublishError(f"no server took version {version}:\n  " + "\n  ".join(failed.values()))
             await self._prune()
             return PublishStats(

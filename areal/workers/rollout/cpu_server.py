@@ -75,10 +75,9 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # SGLang would set "spawn"
     args = prepare_server_args(["--device", "cpu", "--attention-backend", "torch_native", *arguments])
-    import sglang.srt.entrypoints.http_server
-
+    importlib.import_module("sglang.srt.entrypoints.http_server")  # all that is left to import before the fork
     gc.freeze()
     gc.enable()
     try:

@@ -166,22 +166,23 @@ class Fleet:
         """One /generate, from its place in line to its end. What a server did wrong is returned, not raised."""
         server = await self._place(call)
         assert self._tasks
+        loop = asyncio.get_running_loop()
         timeout = self._settings.request_timeout_s
-        task = call.task = self._tasks.create_task(self._post(call, server, ids, sampling))
+        call.answer = loop.create_future()
+        call.task = self._tasks.create_task(self._post(call, server, ids, sampling))
+        timer = loop.call_later(timeout, self._end_later, call, "timeout")
         try:
-            await asyncio.wait((task,), timeout=timeout)
-            if not task.done():
-                self._tasks.create_task(self._end([call], "timeout"))
-                await asyncio.wait((task,))  # _end has the deadline
+            piece = await call.answer
         except asyncio.CancelledError:
-            self._tasks.create_task(self._end([call], "cancel"))
+            self._end_later(call, "cancel")
             raise
+        finally:
+            timer.cancel()
         url = server.client.url
-        if task.cancelled():
+        if piece is None:  # its socket was closed
             if call.end == "timeout" and server.answered < call.since:
                 self.fail(server, f"{url} answered nothing for {timeout:g} s")
             return ServerLost(server.reason if server.state == "dead" else f"{url}: no answer, not even to an abort")
-        piece = task.result()
         if isinstance(piece, Generation):
             if not len(piece.output_ids) and call.end != "interrupt":
                 why = f"within {timeout:g} s" if call.end else "but an abort that nobody asked for"
@@ -264,26 +265,32 @@ class Fleet:
             assert call.place
             call.place.set_result(None)
 
-    async def _post(self, call: Call, server: Server, ids: Ints, sampling: Sampling) -> Generation | ArealError:
+    async def _post(self, call: Call, server: Server, ids: Ints, sampling: Sampling) -> None:
         self._requests += 1
+        answer: Generation | ArealError | None = None
         try:
-            piece = await server.client.generate(call.rid, ids, sampling)
+            answer = piece = await server.client.generate(call.rid, ids, sampling)
             server.answered = asyncio.get_running_loop().time()
             self._tokens += len(piece.output_ids)
             self._cached += piece.cached_tokens
-            return piece
         except ServerLost as error:
+            answer = error
             server.doubtful = True
             server.check.set()
-            return error
         except ServerRefused as error:
+            answer = error
             server.answered = asyncio.get_running_loop().time()
             server.check.set()
-            return error
         except ArealError as error:
-            return error
+            answer = error
         finally:
             self._leave(call)
+            if call.answer and not call.answer.done():
+                call.answer.set_result(answer)
+
+    def _end_later(self, call: Call, end: End) -> None:
+        assert self._tasks
+        self._tasks.create_task(self._end([call], end))
 
     async def _end(self, calls: Sequence[Call], end: End) -> None:
         """Abort; after ABORT_GRACE_S close the socket of what has not come back."""

@@ -24,7 +24,10 @@ End = Literal["interrupt", "timeout", "cancel", "dead"]
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One `/generate`: its place in line, then on a server. `end` says why it was aborted, if it was."""
+    """One `/generate`: its place in line, then on a server.
+
+    answer: what its caller waits for; None when its socket was closed. end: why it was aborted, if it was.
+    """
 
     key: Hashable
     rid: str
@@ -32,7 +35,8 @@ class Call:
     avoid: Server | None = None
     server: Server | None = None
     place: asyncio.Future[None] | None = None
-    task: asyncio.Task[Generation | ArealError] | None = None
+    task: asyncio.Task[None] | None = None
+    answer: asyncio.Future[Generation | ArealError | None] | None = None
     end: End | None = None
 
 

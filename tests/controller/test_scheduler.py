@@ -407,9 +407,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         uniform=st.sampled_from(["train", "replace"]),
         retries=st.integers(0, 2),
         max_failures=st.sampled_from([0, 3, 100]),
-        last_version=st.sampled_from([0, 5, 100, 100]),
+        last_version=st.sampled_from([0, 3, 5, 100]),
+        steps=st.integers(0, 4),
+        data=st.data(),
     )
-    def begin(self, size, shortfall, **rest):
+    def begin(self, size, shortfall, steps, data, **rest):
         self.settings = SchedulerSettings(group_size=size, min_members=max(1, size - shortfall), **rest)
         self.log: list[Fact] = []
         self.scheduler = Scheduler(self.settings, self.log.append)
@@ -421,6 +423,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.batch: BatchFormed | None = None
         self.ages: Counter[int] = Counter()
         assert self.scheduler.start() == 0
+        for _ in range(steps):
+            self.step(data, final=False, serve=True)
 
     def numbers(self, fate: str) -> list[int]:
         return [number for number, story in enumerate(self.stories) if story.fate == fate]
@@ -482,8 +486,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if how_many == "member":
             ends = [data.draw(st.sampled_from(ends))]
         versions = st.integers(max(0, self.version - 5), self.version)
-        tokens_of = st.dictionaries(versions, st.integers(0, 3), max_size=3)
-        results = data.draw(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), tokens_of), min_size=1, max_size=4))
+        tokens_of = st.dictionaries(versions, st.integers(0, 3), min_size=1, max_size=3)
+        results = data.draw(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), tokens_of), min_size=2, max_size=4))
         for (number, member), (reward, tokens) in zip(ends, cycle(results), strict=False):
             verdict = self.scheduler.finished(number, member, reward, tokens)
             self.stories[number].ends[member] = (reward, tokens)
@@ -649,4 +653,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = hypothesis_settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSchedulerMachine.settings = hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -98,7 +98,10 @@ class SGLangClient:
             },
             "return_logprob": True,
         }
-        return self._generation(await self._ok("/generate", body, None))
+        status, answer = await self._send("/generate", body)
+        if status != 200:
+            raise self._refused("/generate", f"HTTP {status}: {_head(answer)}")
+        return self._generation(answer)
 
     async def abort(self, rid: str) -> None:
         await self._ok("/abort_request", {"rid": rid}, ABORT_TIMEOUT_S)
@@ -116,7 +119,7 @@ class SGLangClient:
 
     async def healthy(self) -> bool:
         try:
-            return (await self._send("/health", None, HEALTH_TIMEOUT_S))[0] == 200
+            return (await self._within("/health", None, HEALTH_TIMEOUT_S))[0] == 200
         except ServerLost:
             return False
 
@@ -173,7 +176,7 @@ class SGLangClient:
         path = f"/flush_cache?timeout={FLUSH_WAIT_S:g}"
         try:
             async with asyncio.timeout(self.timeout_s):
-                while (await self._send(path, {}, None))[0] != 200:
+                while (await self._send(path, {}))[0] != 200:
                     # A request whose abort was lost still runs; nothing else may, since the gate is closed.
                     await self._ok("/abort_request", {"abort_all": True}, ABORT_TIMEOUT_S)
                     await asyncio.sleep(FLUSH_PAUSE_S)  # where a server refuses at once
@@ -256,12 +259,12 @@ class SGLangClient:
 
     async def _begin(self) -> bool:
         """Open a weight-update session; False when this SGLang has none."""
-        status, answer = await self._send("/begin_weight_update", {}, self.timeout_s)
+        status, answer = await self._within("/begin_weight_update", {}, self.timeout_s)
         if status == 404:
             return False
         if status == 400 and b"already open" in answer:
             await self._succeed("/end_weight_update", {})
-            status, answer = await self._send("/begin_weight_update", {}, self.timeout_s)
+            status, answer = await self._within("/begin_weight_update", {}, self.timeout_s)
         if status != 200:
             raise self._refused("/begin_weight_update", f"HTTP {status}: {_head(answer)}")
         return True
@@ -286,32 +289,29 @@ class SGLangClient:
         except ValueError:
             raise self._refused(path, f"not JSON: {_head(answer)}") from None
 
-    async def _ok(self, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> bytes:
-        status, answer = await self._send(path, body, timeout_s)
+    async def _ok(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> bytes:
+        status, answer = await self._within(path, body, timeout_s)
         if status != 200:
             raise self._refused(path, f"HTTP {status}: {_head(answer)}")
         return answer
 
-    async def _send(self, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> tuple[int, bytes]:
-        """POST `body`, or GET when it is None: (status, answer)."""
-        method, data = (
-            ("GET", None) if body is None else ("POST", orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
-        )
+    async def _within(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, bytes]:
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(method, self.url + path, data=data, headers=JSON) as response,
-            ):
-                return response.status, await response.read()
-        except TimeoutError as error:
-            if isinstance(error, aiohttp.ClientError) or timeout_s is None:
-                raise self._lost(path, error) from None
+            async with asyncio.timeout(timeout_s):
+                return await self._send(path, body)
+        except TimeoutError:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(path, error) from None
 
-    def _lost(self, path: str, error: BaseException) -> ServerLost:
-        return ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}")
+    async def _send(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        """POST `body`, or GET when it is None: (status, answer)."""
+        method, data = "GET", None
+        if body is not None:
+            method, data = "POST", orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        try:
+            async with self._session.request(method, self.url + path, data=data, headers=JSON) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from None
 
     def _refused(self, path: str, why: str) -> ServerRefused:
         return ServerRefused(f"{self.url}{path}: {why}")

@@ -137,13 +137,15 @@ class HttpTrainer:
         """All answers, or the error that explains the others; posts still open are cancelled then."""
         tasks = [asyncio.create_task(post) for post in posts]
         try:
-            await self._first_completed(asyncio.gather(*tasks))
-            if not self._dead.done() and not _failures(tasks):
-                return [task.result() for task in tasks]
+            while not self._dead.done() and not _failures(tasks):
+                pending = [task for task in tasks if not task.done()]
+                if not pending:
+                    return [task.result() for task in tasks]
+                await self._first_completed(pending)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_S):
                     while not self._dead.done() and isinstance(_failures(tasks)[0], _Unexplained):
-                        await self._first_completed(*(task for task in tasks if not task.done()))
+                        await self._first_completed([task for task in tasks if not task.done()])
             if self._dead.done():
                 raise TrainerError(self._dead.result())
             raise _failures(tasks)[0]
@@ -152,8 +154,8 @@ class HttpTrainer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _first_completed(self, *others: asyncio.Future[Any]) -> None:
-        await asyncio.wait([self._dead, *others], return_when=asyncio.FIRST_COMPLETED)
+    async def _first_completed(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        await asyncio.wait([self._dead, *tasks], return_when=asyncio.FIRST_COMPLETED)
 
     async def _watch(self, rank: int, child: Child) -> None:
         code = await child.wait()

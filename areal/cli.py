@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 
 from areal.config import SETTINGS, Config
 from areal.errors import ArealError, ConfigError, Stalled, root_cause
+from areal.view import PlainView, View
 
 STOP_S = 10.0
 """Seconds that a program has to stop after the first Ctrl-C, and to close its event loop at the end."""
@@ -50,7 +51,9 @@ def launch(
     except ArealError as error:
         print(describe(error), file=sys.stderr)
         sys.exit(exit_code(error))
-    sys.exit(supervise(partial(main, config)))
+    with View() if config.view == "off" else PlainView():  # until the run opens its own, and after it
+        code = supervise(partial(main, config))
+    sys.exit(code)
 
 
 def supervise(main: Callable[[], Coroutine[Any, Any, object]], stop_s: float = STOP_S) -> int:

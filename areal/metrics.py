@@ -34,8 +34,9 @@ NAN = math.nan
 class StepReport:
     """What a training step looked like from the controller. NaN means not known.
 
-    version: after the step. staleness: steps -> loss tokens of the batch. generated_tokens_per_s: since the last step;
-    trained_tokens_per_s: of the trainer while it works. still_share: 0..1, time the servers stood still for weights
+    version: after the step. staleness: steps -> tokens in the loss. masked_share: 0..1, sampled tokens of the batch
+    that were too old for the loss. generated_tokens_per_s: since the last step; trained_tokens_per_s: of the trainer
+    while it works. still_share: 0..1, time the servers stood still for weights
     over time. logprob_gap: TrainStats.logprob_gap_max. success: of the last evaluation. seconds: since the last step.
     """
 
@@ -45,6 +46,7 @@ class StepReport:
     reward_mean: float = NAN
     groups: int = 0
     staleness: Mapping[int, int] = field(default_factory=dict)
+    masked_share: float = 0.0
     generated_tokens_per_s: float = NAN
     trained_tokens_per_s: float = NAN
     still_share: float = NAN
@@ -63,6 +65,7 @@ class StepReport:
             "success": self.success,
             "groups": self.groups,
             "staleness": dict(self.staleness),
+            "masked_share": self.masked_share,
             "generated_tokens_per_s": self.generated_tokens_per_s,
             "trained_tokens_per_s": self.trained_tokens_per_s,
             "still_share": self.still_share,

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on the trainer's ranks: a warm start before RL.
 
-    await sft(config, batches, "cache/warm")     # then run with model.path=cache/warm
+await sft(config, batches, "cache/warm")     # then run with model.path=cache/warm
 """
 
 from __future__ import annotations

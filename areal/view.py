@@ -180,15 +180,20 @@ class LiveView(View):
 
 
 class _Handler(logging.Handler):
-    """Hands the messages of "areal" from INFO on to a view; attached and taken away again with it."""
+    """Hands the messages of "areal" from INFO on to a view; attached and taken away again with it. Of several open
+    views the last one shows them."""
 
     def __init__(self, show: Callable[[logging.LogRecord, str], None]):
         super().__init__(logging.INFO)
         self._show = show
         self._logger = logging.getLogger("areal")
         self._level_before = self._logger.level
+        self._outer: list[logging.Handler] = []
 
     def attach(self) -> None:
+        self._outer = [handler for handler in self._logger.handlers if isinstance(handler, _Handler)]
+        for handler in self._outer:
+            self._logger.removeHandler(handler)
         self._level_before = self._logger.level
         if self._logger.getEffectiveLevel() > logging.INFO:
             self._logger.setLevel(logging.INFO)
@@ -197,6 +202,8 @@ class _Handler(logging.Handler):
     def detach(self) -> None:
         self._logger.removeHandler(self)
         self._logger.setLevel(self._level_before)
+        for handler in self._outer:
+            self._logger.addHandler(handler)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -216,6 +223,7 @@ def plain_line(report: StepReport) -> str:
         *([] if math.isnan(report.success) else [f"success {_fixed(report.success)}"]),
         f"groups {report.groups}",
         "staleness " + (" ".join(f"{s}:{n / total:.0%}" for s, n in sorted(report.staleness.items())) or "-"),
+        *([f"masked {_percent(report.masked_share)}"] if report.masked_share > 0 else []),
         f"gen {_si(report.generated_tokens_per_s)} tok/s",
         f"train {_si(report.trained_tokens_per_s)} tok/s",
         f"still {_percent(report.still_share)}",

@@ -52,7 +52,8 @@ def main() -> None:
             steps = run(eta, folder)
             seconds = statistics.fmean(step["seconds"] for step in steps[SKIPPED:])
             training = statistics.fmean(
-                step["train"]["seconds"] + step["publish"]["prepare_s"] + step["publish"]["pause_max_s"] for step in steps[SKIPPED:]
+                step["train"]["seconds"] + step["publish"]["prepare_s"] + step["publish"]["pause_max_s"]
+                for step in steps[SKIPPED:]
             )
             row: dict[str, Any] = {"eta": eta, "s_per_step": seconds, "s_to_reward_0.8": time_to_goal(steps)}
             if eta == 0:

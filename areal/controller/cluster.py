@@ -107,9 +107,9 @@ class Cluster:
             async with asyncio.TaskGroup() as starting:
                 tokenizer = starting.create_task(asyncio.to_thread(_load_tokenizer, model))
                 trainer = starting.create_task(self._start_trainer(stack))
-                servers = [
-                    starting.create_task(self._connect(url)) for url in self.config.servers.urls
-                ] or [starting.create_task(self._start_server(i)) for i in range(self.config.servers.count)]
+                servers = [starting.create_task(self._connect(url)) for url in self.config.servers.urls] or [
+                    starting.create_task(self._start_server(i)) for i in range(self.config.servers.count)
+                ]
             self.tokenizer = tokenizer.result()
             self._template = Template(self.tokenizer, self.config.model.template_args)
             self.trainer = trainer.result()

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterable, Iterable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterable, Iterable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
@@ -81,6 +81,7 @@ class Controller:
         self._train_s = 0.0
         self._gap_max = math.nan
         self._success: dict[str, float] = {}
+        self._last_success = math.nan
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError before anything starts; ProcessError or TrainerError when a part does not come up."""
@@ -89,6 +90,7 @@ class Controller:
         await asyncio.to_thread(Cluster.check, config)
         self.folder = await asyncio.to_thread(RunFolder.create, config)
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._log_file())
             self.ledger = Ledger.create(self.folder.ledger)
             stack.push_async_callback(self.ledger.close)
             self._metrics = await stack.enter_async_context(
@@ -108,7 +110,10 @@ class Controller:
             attempt = self.scheduler.start()
             self.cluster = Cluster(config, self.folder.path, attempt=attempt, on_serving=self.scheduler.serving)
             stack.push_async_callback(self._write_summary)
+            servers = f"{len(config.servers.urls)} given" if config.servers.urls else f"starting {config.servers.count}"
+            log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
             await stack.enter_async_context(self.cluster)
+            log.info("ready after %.0f s", asyncio.get_running_loop().time() - self._started)
             self._stack = stack.pop_all()
         return self
 
@@ -122,6 +127,18 @@ class Controller:
             if cause is error:
                 return False
             raise cause from failures
+
+    @contextmanager
+    def _log_file(self) -> Iterator[None]:
+        """What areal logs, this run's folder has, whatever the program does with its own logging."""
+        handler = logging.FileHandler(self.folder.logs / "controller.log", delay=True)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            handler.close()
 
     # -- the main loop
 
@@ -236,8 +253,12 @@ class Controller:
                 await room.acquire()
                 episodes.create_task(one(index, task)).add_done_callback(lambda _: room.release())
         result = Evaluation(rewards, len(failures))
+        kind = "greedy" if greedy else "sampled"
+        log.info("evaluated %d tasks, %s: success %.3f, mean reward %.3f", len(rows), kind, result.success, result.mean)
         if label:
             self._success[label] = result.success
+        if not greedy:
+            self._last_success = result.success
         return result
 
     async def rollout(self, agent: Agent, task: Task, *, greedy: bool = False) -> EpisodeRecord:
@@ -282,18 +303,21 @@ class Controller:
         self._train_s += seconds
         self._trained_tokens += stats.tokens
         self._gap_max = float(np.fmax(self._gap_max, stats.logprob_gap_max))
+        ages = staleness_of(batch)
+        late = sum(count for age, count in ages.items() if age > self.config.staleness.max)
         report = StepReport(
             step=stats.version,
             steps=self.config.train.steps,
             version=stats.version,
             reward_mean=float(np.mean([episode.reward for group in batch.groups for episode in group.episodes])),
             groups=len(batch.groups),
-            staleness=staleness_of(batch),
+            staleness={age: count for age, count in ages.items() if age <= self.config.staleness.max},
+            masked_share=late / max(1, sum(ages.values())),
             generated_tokens_per_s=(self._fleet_stats.tokens - before.tokens) / seconds,
             trained_tokens_per_s=stats.tokens / stats.seconds,
             still_share=(self._fleet_stats.still_s - before.still_s) / seconds,
             logprob_gap=stats.logprob_gap_max,
-            success=next(reversed(self._success.values()), math.nan),
+            success=self._last_success,
             episodes_running=len(self._rollout.running),
             groups_open=len(self.scheduler.state.open),
             seconds=seconds,
@@ -323,4 +347,5 @@ class Controller:
             "logprob_gap_max": self._gap_max,
         }
         await asyncio.to_thread(self.folder.write_summary, summary)
-        await asyncio.to_thread(self.folder.draw_curve)
+        curve = await asyncio.to_thread(self.folder.draw_curve)
+        log.info("summary: %s%s", self.folder.summary_file, f"; reward curve: {curve}" if curve else "")

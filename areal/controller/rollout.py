@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal.agents.episode import Episode
-from areal.controller.scheduler import Scheduler, Verdict
 from areal.controller.ledger import Ledger
+from areal.controller.scheduler import Scheduler, Verdict
 from areal.data import Tasks
 from areal.errors import DataError, EpisodeError, ServerError, TooManyFailures
 from areal.types import NOT_SAMPLED, EpisodeRecord, Task

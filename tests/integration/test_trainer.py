@@ -39,7 +39,7 @@ VOCAB = models.VOCAB_SIZE
 
 @asynccontextmanager
 async def trainer(folder: Path, logs: Path, *settings: str, **options: Any) -> AsyncIterator[HttpTrainer]:
-    config = Config.load(["optimizer.eps=1e-6", "train.microbatch_tokens=200", *settings])
+    config = Config.load(["optimizer.eps=1e-4", "train.microbatch_tokens=200", *settings])
     client = await start_trainer(config, model_path=str(folder), log_folder=logs, attempt=0, **options)
     try:
         yield client
@@ -64,7 +64,7 @@ class Reference:
         self.adam = torch.optim.AdamW(
             [{"params": wide, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}],
             betas=(0.9, 0.95),
-            eps=1e-6,
+            eps=1e-4,  # above the noise of gradients that are almost 0
         )
 
     def logprobs(self, ids: np.ndarray, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

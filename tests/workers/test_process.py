@@ -247,9 +247,9 @@ async def test_ctrl_c_is_not_for_the_children(tmp_path: Path) -> None:
 
 def test_a_taken_port_is_refused() -> None:
     port = free_port()
-    with socket.create_server(("127.0.0.1", port)):
-        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1: Address already in use; choose another"):
-            check_port(port)
+    refusal = f"port {port} on 127.0.0.1: Address already in use; choose another"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=refusal):
+        check_port(port)
     check_port(port)
 
 

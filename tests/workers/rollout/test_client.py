@@ -136,11 +136,11 @@ async def test_sampling_is_said_outright(client: SGLangClient, monkeypatch: pyte
     """I10: a model's generation_config must not bring in top_p or top_k."""
     sent = {}
 
-    async def ok(path: str, body: dict, timeout_s: float | None) -> bytes:
+    async def send(path: str, body: dict) -> tuple[int, bytes]:
         sent.update(body)
-        raise ServerRefused("enough")
+        return 500, b""
 
-    monkeypatch.setattr(client, "_ok", ok)
+    monkeypatch.setattr(client, "_send", send)
     with pytest.raises(ServerRefused):
         await client.generate(RID, ids(PROMPT)[::2], Sampling(5, 0.7, (3, 4), True))
     assert sent["input_ids"].tolist() == [5, 42]

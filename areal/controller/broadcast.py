@@ -19,7 +19,7 @@ from areal.workers.protocols import TrainerClient, WeightGroup
 GRACE_S = 10.0
 """Seconds that the members of a broken group have to notice it."""
 
-Fail = Callable[[Server, str], None]
+Fail = Callable[[Server, ArealError], None]
 
 
 class Broadcast:
@@ -102,8 +102,8 @@ class Broadcast:
     ) -> list[Server]:
         """Run both sides of a collective. Returns the servers that may go on; the ones to blame were failed.
 
-        To blame are servers that were lost. When there are none, it is the first that refused, unless the trainer
-        failed before it: that is a TrainerError. Servers without an answer are stuck in the collective: failed too.
+        To blame are servers that were lost, or are stuck in the collective. When there are none, it is the first that
+        refused, unless the trainer failed before it: that is a TrainerError.
         """
         now = asyncio.get_running_loop().time
         send = asyncio.create_task(_run(sender))
@@ -112,7 +112,7 @@ class Broadcast:
         failed: dict[Server | None, ArealError] = {}
         leaving: list[asyncio.Task[None]] = []
         pending = set(tasks)
-        deadline = now() + self._timeout_s
+        deadline = now() + self._timeout_s + GRACE_S  # each side has its own, and says more
         try:
             while pending and now() < deadline:
                 done, pending = await asyncio.wait(
@@ -122,23 +122,24 @@ class Broadcast:
                     try:
                         task.result()
                     except ArealError as error:
-                        server = tasks[task]
-                        if server and send in pending:  # closes its connections, which ends the others' waits
-                            leaving.append(asyncio.create_task(_quietly(server.client.leave_group(group))))
-                        failed[server] = error
+                        failed[tasks[task]] = error
+                        if (refusing := tasks[task]) and send in pending:  # its closed connections free the others
+                            leaving.append(asyncio.create_task(_quietly(refusing.client.leave_group(group))))
                 if failed and send not in pending:
                     deadline = min(deadline, now() + GRACE_S)
         finally:
             for task in (*pending, *leaving):
                 task.cancel()
             await asyncio.gather(*pending, *leaving, return_exceptions=True)
-        stuck = [server for task in pending if (server := tasks[task])]
+        for task in pending:
+            if server := tasks[task]:
+                failed[server] = ServerLost(f"{server.client.url}: no answer in the broadcast group")
         sent = send not in pending and None not in failed
-        lost = [s for s, error in failed.items() if s and (sent or isinstance(error, ServerLost))]
-        first = next(iter(failed), None)
-        blamed = {*stuck, *(lost or ([first] if first else []))}
+        blamed = [s for s, error in failed.items() if s and (sent or isinstance(error, ServerLost))]
+        if not blamed and (first := next(iter(failed), None)):
+            blamed = [first]
         for server in blamed:
-            fail(server, str(failed.get(server) or f"{server.client.url}: no answer in the broadcast group"))
+            fail(server, failed[server])
         if not blamed and not sent:
             raise failed.get(None) or TrainerError(f"weight group {group}: no answer within {self._timeout_s:g} s")
         return [server for server in servers if server not in blamed]

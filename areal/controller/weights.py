@@ -9,7 +9,7 @@ log-probs of a fixed prompt compared with the trainer's, gate open at the new la
 
 A server that fails in any of this, or takes longer than weights.timeout_s, is dead: the fleet starts it again, and
 `sync_server` brings it to the current version before it gets a request. So a server serves a known version or none
-(I6), and a publication ends in time (I7). When no server was left, `publish` raises PublishError with each cause.
+(I6), and a publication ends in time (I7).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from areal.config import Config
 from areal.controller.broadcast import Broadcast
 from areal.controller.fleet import Fleet
 from areal.controller.server import Server
-from areal.errors import PublishError, ServerError, ServerLost, ServerRefused
+from areal.errors import ArealError, PublishError, ServerError, ServerLost, ServerRefused
 from areal.types import Floats, Ints
 from areal.workers.protocols import TrainerClient
 from areal.workers.rollout.client import make_label
@@ -110,8 +110,8 @@ class WeightSync:
     async def publish(self, version: int) -> PublishStats:
         """Bring all servers to the weights that the trainer holds, as `version`.
 
-        Raises PublishError when every server refused them; TrainerError when the trainer could not give
-        them: then, with `disk`, no server was touched.
+        Raises PublishError when every server refused them; TrainerError when the trainer could not give them: then,
+        with `disk`, no server was touched. Servers that were lost are started again by the fleet, which syncs them.
         """
         async with self._lock:
             now = asyncio.get_running_loop().time
@@ -119,12 +119,11 @@ class WeightSync:
             expected = (await self._trainer.logprobs([self._probe]))[0] if self._settings.verify else None
             servers = await self._fleet.ready()
             taken: dict[Server, tuple[float, float]] = {}
-            failed: dict[Server, str] = {}
-            refused: set[Server] = set()
+            failed: dict[Server, ArealError] = {}
 
-            def fail(server: Server, reason: str) -> None:
-                failed[server] = reason
-                self._fleet.fail(server, reason)
+            def fail(server: Server, error: ArealError) -> None:
+                failed[server] = error
+                self._fleet.fail(server, str(error))
 
             if self._broadcast:
                 await self._broadcast.prepare(servers, fail)
@@ -144,9 +143,7 @@ class WeightSync:
                         await server.client.load_disk(str(self._path(version)), current.label)
                         await finish(server)
                 except ServerError as error:
-                    if isinstance(error, ServerRefused):
-                        refused.add(server)
-                    fail(server, str(error))
+                    fail(server, error)
 
             todo = [server for server in servers if server not in failed]
             if self._broadcast:
@@ -154,9 +151,9 @@ class WeightSync:
                 await self._broadcast.send(todo, current.label, finish, fail)
             else:
                 await asyncio.gather(*(update(server) for server in todo))
-            # Servers that were lost come back by the fleet, which syncs them; weights that all refuse stay wrong.
-            if servers and len(refused) == len(servers):
-                raise PublishError(f"no server took version {version}:\n  " + "\n  ".join(failed.values()))
+            reasons = [str(error) for error in failed.values()]
+            if servers and sum(isinstance(error, ServerRefused) for error in failed.values()) == len(servers):
+                raise PublishError(f"no server took version {version}:\n  " + "\n  ".join(reasons))
             await self._prune()
             return PublishStats(
                 version=version,
@@ -165,7 +162,7 @@ class WeightSync:
                 pause_s=sum(pause for pause, _ in taken.values()) / max(1, len(taken)),
                 pause_max_s=max((pause for pause, _ in taken.values()), default=0.0),
                 gap=max((gap for _, gap in taken.values()), default=float("nan")),
-                failed=tuple(failed.values()),
+                failed=tuple(reasons),
             )
 
     async def sync_server(self, server: Server) -> None:

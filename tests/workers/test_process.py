@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -40,7 +41,12 @@ async def tree(folder: Path) -> list[int]:
 
 def alive(pids: Iterable[int]) -> list[int]:
     """Those that run; one that has ended but was not reaped does not."""
-    return [pid for pid in pids if (path := Path(f"/proc/{pid}/stat")).exists() and ") Z" not in path.read_text()]
+    found = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if ") Z" not in Path(f"/proc/{pid}/stat").read_text():
+                found.append(pid)
+    return found
 
 
 async def wait_until_gone(pids: list[int], seconds: float = 5.0) -> None:

@@ -211,8 +211,8 @@ class Engine:
         if self._settings.clip_grad > 0:
             clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self._settings.clip_grad, norm)
         for group in self._optimizer.param_groups:  # Megatron's own scheduler would do this
-            group["lr"] = request.learning_rate * group["lr_mult"]
-            group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
+            group["lr"] = request.learning_rate * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._settings.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms and biases
         self._torn = f"an update of the step from version {self.version} failed half way"
         self._optimizer.step_with_ready_grads()
         return norm

@@ -254,6 +254,7 @@ async def test_steps_equal_plain_torch(tmp_path: Path) -> None:
 
 async def test_bfloat16_has_float32_master_weights(tmp_path: Path, tiny_qwen3: Path) -> None:
     reference = Reference(tiny_qwen3)
+    reference.model.to(torch.bfloat16).to(torch.float32)  # rounded as the ranks' weights are, trained in float32
     request = sft(0)
     async with trainer(tiny_qwen3, tmp_path, "model.dtype=bfloat16") as client:
         # Each update is below what bfloat16 can add to most weights: without a master copy nothing would change.
@@ -511,15 +512,14 @@ async def test_loaded_adam_counts_steps_per_parameter() -> None:
 # ------------------------------------------------------------------ weight groups
 
 RECEIVER = """
-import json, os, sys
+import json, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 from safetensors.torch import save_file
 
 port, name, limit, out = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-print("up", flush=True)
-specs = json.loads(sys.stdin.readline())
+specs = json.loads(sys.stdin.read())
 store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timedelta(seconds=30)))
 group, _ = _new_process_group_helper(
     2, 1, [], Backend("gloo"), PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=30))
@@ -528,59 +528,50 @@ received = {}
 for tensor_name, dtype, shape in specs[:limit]:
     received[tensor_name] = torch.empty(shape, dtype=getattr(torch, dtype))
     dist.broadcast(received[tensor_name], src=0, group=group)
-if limit < len(specs):
-    print("stuck", flush=True)
-    sys.stdin.readline()
-    os._exit(1)
 save_file(received, out)
+print("received", flush=True)
+if limit < len(specs):
+    time.sleep(60)
 """
-"""A server's end of the group, in plain torch. It stops after `limit` tensors until its input ends, then dies."""
+"""A server's end of the group, in plain torch. It stops after `limit` tensors."""
 
 
-async def receiver(group: WeightGroup, limit: int, out: Path) -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", RECEIVER, str(group.port), group.name, str(limit), str(out)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert await process.stdout.readline() == b"up\n"
-    return process
-
-
-async def test_broadcast_and_a_receiver_that_dies(tmp_path: Path, tiny_qwen3: Path) -> None:
+async def test_broadcast_and_a_receiver_that_stops(tmp_path: Path) -> None:
     wide = models.build(tmp_path / "wide", hidden_size=256)  # more than the sockets hold
-    async with trainer(wide, tmp_path, "weights.timeout_s=6") as client:
+    out = tmp_path / "received.safetensors"
+    async with trainer(wide, tmp_path, "weights.timeout_s=5") as client:
         specs = await client.specs()
-        lines = json.dumps([(s.name, s.dtype, s.shape) for s in specs]).encode() + b"\n"
 
-        async def attempt(number: int, limit: int, *, hang: bool = False) -> None:
+        async def publish(number: int, limit: int, *, dies: bool = False) -> None:
             group = WeightGroup(f"publication-{number}", "127.0.0.1", free_port(), 2, "gloo")
-            process = await receiver(group, limit, tmp_path / "received.safetensors")
+            receiver = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", RECEIVER, str(group.port), group.name, str(limit), str(out)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
             try:
-                process.stdin.write(lines)
+                receiver.stdin.write(json.dumps([(s.name, s.dtype, s.shape) for s in specs]).encode())
+                receiver.stdin.close()
                 await client.join_group(group)
-                if limit < len(specs):
-                    assert await process.stdout.readline() == b"stuck\n" if not limit else True
                 sending = asyncio.create_task(client.broadcast(group.name))
-                if limit < len(specs) and not hang:
-                    if limit:
-                        assert await process.stdout.readline() == b"stuck\n"
-                    process.stdin.close()
+                assert await receiver.stdout.readline() == b"received\n"
+                if dies:
+                    receiver.kill()
                 await sending
                 await client.leave_group(group.name)
-                assert await process.wait() == 0
+                assert await receiver.wait() == 0
             finally:
-                if process.returncode is None:
-                    process.kill()
-                await process.wait()
+                if receiver.returncode is None:
+                    receiver.kill()
+                await receiver.wait()
 
         with pytest.raises(TrainerError, match="not joined"):
             await client.broadcast("publication-0")
-        for hang in (False, True):
+        for dies in (False, True):
             started = time.monotonic()
             with pytest.raises(TrainerError, match="weight group publication-1"):
-                await attempt(1, 3, hang=hang)
-            assert time.monotonic() - started < 15
+                await publish(1, 3, dies=dies)
+            assert time.monotonic() - started < 20
         with pytest.raises(TrainerError, match="was not formed"):  # nobody joins
             await client.join_group(WeightGroup("publication-2", "127.0.0.1", free_port(), 2, "gloo"))
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -589,5 +580,8 @@ async def test_broadcast_and_a_receiver_that_dies(tmp_path: Path, tiny_qwen3: Pa
                 await client.join_group(busy)
 
         await client.train(sft(0))
-        await attempt(4, len(specs))
-        check_weights(load_file(tmp_path / "received.safetensors"), await exported(client, tmp_path / "out"), 1e-9)
+        await publish(4, len(specs))
+        weights = await exported(client, tmp_path / "export")
+    received = load_file(out)
+    assert list(weights) == sorted(received)
+    assert all(torch.equal(received[name], tensor) for name, tensor in weights.items())

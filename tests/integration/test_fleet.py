@@ -123,10 +123,8 @@ async def test_i6_calls_that_new_weights_interrupt(sglang_server: Server, other_
             for i in range(16)
         ]
         for version in (1, 2):
-            before = fleet.stats().requests
             await until(lambda: running(sglang_server) == 16)
-            await asyncio.sleep(0.3)
-            assert fleet.stats().requests == before
+            await asyncio.sleep(0.3)  # some tokens of each version
             await load(fleet, folders[version], version)
         for call in calls:
             completion = await call

@@ -127,7 +127,8 @@ async def test_stop_kills_the_whole_tree_after_the_grace(tmp_path: Path) -> None
 
 
 async def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    child = shell(TREE.format(folder=tmp_path).replace("wait", "sleep 0.3; exit 0"), tmp_path)
+    until = " && ".join(f"[ -s {tmp_path / name} ]" for name in NAMES)
+    child = shell(TREE.format(folder=tmp_path).replace("wait", f"until {until}; do sleep 0.02; done"), tmp_path)
     pids = await tree(tmp_path)
     assert await child.wait() == 0
     assert not alive(pids)
@@ -222,8 +223,9 @@ if ending == "forked":  # as multiprocessing does: the fork outlives this proces
         time.sleep(60)
         os._exit(0)
 if ending == "returns":
-    while not os.path.exists(folder + "/orphan"):
+    while not all(os.path.exists(f"{folder}/{name}") for name in ("same-group", "other-session", "orphan")):
         time.sleep(0.01)
+    time.sleep(0.2)
 else:
     time.sleep(60)
 """

@@ -1,9 +1,10 @@
 """Everything that differs on a machine without CUDA. Call `install` before the first import of Megatron-core.
 
-Megatron-core names CUDA in places that a CPU run passes: as the device of buffers, as streams to wait for, in the
-string by which optimizers sort parameters. With a few entries of torch's public namespace redirected it runs
-unmodified on a CPU, over gloo. The changes are process-wide, and `Tensor.type` then says what is not so: only
-rank processes, which run nothing else, may install them.
+Megatron-core names CUDA in places that a CPU run passes: as the device of buffers, and in the string by which
+optimizers sort parameters. With a few entries of torch's public namespace redirected it runs unmodified on a CPU, over
+gloo. The changes are process-wide, and `Tensor.type` then says what is not so: only rank processes, which run nothing
+else, may install them. Each was seen to be needed by data parallelism with or without the distributed optimizer;
+pipeline parallelism and overlapped communication will need streams and events too.
 
 `fix_adam_state` is for machines with GPUs too: Megatron-core without Transformer Engine and apex falls back to torch's
 AdamW, whose state it does not load correctly.
@@ -19,32 +20,18 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
-FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like", "full_like")
-
-
-class _Stream:
-    """A stream, or an event, of a device that does everything in order."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, *args: Any) -> None: ...
-    def wait(self, *args: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
+FACTORIES = ("tensor", "zeros")
+"""Functions that are called with device="cuda" spelt out."""
 
 
 def install() -> bool:
     """Redirect CUDA to the CPU where there is no CUDA; returns whether it did."""
     if torch.cuda.is_available():
         return False
-    cuda = torch.cuda
-    cuda.current_device = lambda: CPU
-    cuda.synchronize = lambda *args: None
-    cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
-    cuda.Stream = cuda.Event = _Stream
+    torch.cuda.current_device = lambda: CPU
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.type = _cuda_type(torch.Tensor.type)
     torch.compile = _no_compile  # it decorates small functions at import, where it costs seconds
     return True
@@ -53,8 +40,7 @@ def install() -> bool:
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if isinstance(device, int) or str(device).startswith("cuda"):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = CPU
         return factory(*args, **kwargs)
 

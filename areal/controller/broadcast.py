@@ -48,8 +48,9 @@ class Broadcast:
             for server in todo:
                 ranks[server] = size
                 size += self._widths[server.index] if self._widths else 1
-            name = f"{self._origin}-{self._count}"
-            group = WeightGroup(name, self._host, free_port(self._host), size, self._backend)
+            port = free_port(self._host)
+            name = f"{self._origin}-{port}-{self._count}"  # a server that runs on may know a dead run's group
+            group = WeightGroup(name, self._host, port, size, self._backend)
             self._group, self._members = group, todo
             joins = [server.client.join_group(group, ranks[server]) for server in todo]
             todo = await self._together(name, self._trainer.join_group(group), todo, joins, fail)

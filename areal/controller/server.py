@@ -91,17 +91,23 @@ class Server:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEALTH_S):
                         await self.check.wait()
-            if not await self.client.healthy():
+            asked = self.check.is_set()
+            self.check.clear()
+            try:
+                well = await self.client.healthy()
+                if well and asked and (wrong := await self._wrong_label()):
+                    return wrong
+            except ServerError:  # a connection may break once, as the one that made it doubtful did
+                well = False
+            if not well:
                 misses += 1
+                if asked:
+                    self.check.set()
                 continue
             misses = 0
-            if self.check.is_set():
-                self.check.clear()
-                if wrong := await self._wrong_label():
-                    return wrong
-                if self.doubtful:
-                    self.doubtful = False
-                    cleared()
+            if asked and self.doubtful:
+                self.doubtful = False
+                cleared()
         return f"{self.client.url}/health failed {MISSES} times in a row"
 
     async def _wrong_label(self) -> str | None:
@@ -109,10 +115,7 @@ class Server:
         if self.state != "open":
             return None
         expected = self.label
-        try:
-            info = await self.client.info()
-        except ServerError as error:
-            return str(error)
+        info = await self.client.info()
         if self.state == "open" and self.label == expected != info.label:
             return f"{self.client.url} holds weights {info.label!r} instead of {expected!r}"
         return None

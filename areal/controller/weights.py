@@ -191,6 +191,11 @@ class WeightSync:
                 await server.client.load_disk(str(self._path(current.version)), current.label)
                 await self._finish(server, current)
 
+    async def close(self) -> None:
+        """Leave the broadcast group, so that servers that run on can forget it."""
+        if self._broadcast:
+            await self._broadcast.leave()
+
     async def _finish(self, server: Server, current: Current) -> float:
         """Flush, verify, open; the log-prob gap. A load leaves old KV behind when something still ran."""
         await server.client.flush()

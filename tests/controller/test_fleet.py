@@ -248,6 +248,20 @@ async def test_a_failed_request_is_made_again_elsewhere(fault: str) -> None:
         assert [server.count["/generate"] for server in servers] == [1, 1]
 
 
+async def test_connections_that_break_once_are_no_death() -> None:
+    """The call's connection breaks, then that of the question what the server holds: it still serves, unrestarted."""
+    fake = FakeServer()
+    async with running(fake) as fleet:
+        (server,) = fleet.servers
+        fake.faults["/generate"] = ["drop"]
+        fake.faults["/model_info"] = ["drop"]
+        check(await generate(fleet, 5), PROMPT, 5)
+        assert fleet.servers == [server]
+        assert server.state == "open"
+        assert fake.count["/model_info"] >= 3
+        assert fleet.stats().restarts == 0
+
+
 async def test_i9_a_call_that_always_fails_is_an_error() -> None:
     server = FakeServer()
     server.faults["/generate"] = ["500"] * 9

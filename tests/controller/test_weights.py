@@ -284,6 +284,16 @@ async def test_the_group_is_kept_and_formed_again_without_the_dead(tmp_path: Pat
         assert [server.label for server in servers] == ["run.0:2", "run.0:1", "run.0:2"]
 
 
+async def test_closing_leaves_the_group(tmp_path: Path) -> None:
+    server = FakeServer()
+    async with running(tmp_path, server, settings=["weights.transport=group"]) as run:
+        await run.publish(0)
+        assert len(server.groups) == len(run.trainer.groups) == 1
+        await run.weights.close()
+        assert len(server.groups) == len(run.trainer.groups) == 0
+        await run.publish(1)
+
+
 async def test_a_server_that_cannot_join_the_group_is_left_out(tmp_path: Path) -> None:
     servers = FakeServer(), FakeServer()
     servers[1].faults["/init_weights_update_group"] = ["refuse"]

@@ -30,6 +30,7 @@ from areal.errors import ConfigError, TrainerError, VersionConflict
 from areal.types import NOT_SAMPLED, FlatBatch, MiniBatch, TrainRequest, TrainStats
 from areal.workers.process import free_port
 from areal.workers.protocols import WeightGroup
+from areal.workers.trainer import wire
 from areal.workers.trainer.client import HttpTrainer
 from areal.workers.trainer.launcher import start_trainer
 from tests import models
@@ -407,6 +408,18 @@ async def test_a_rank_that_fails_does_not_hold_the_others(tmp_path: Path, tiny_q
         with pytest.raises(TrainerError, match=r"rank 1.*vocabulary"):
             await client.train(replace(request, batch=replace(request.batch, ids=ids)))
         assert time.monotonic() - started < 10
+
+        # One rank still works on a call that was given up when the other gets the next.
+        bodies = [wire.pack_request(r) for r in wire.split(request, 2)]
+        other = wire.pack_request(replace(wire.split(request, 2)[1], batch_id=9))
+        answers = await asyncio.gather(
+            client._post(0, "train", bodies[0], wire.unpack_stats, 30),
+            client._post(1, "train", other, wire.unpack_stats, 30),
+            return_exceptions=True,
+        )
+        for answer in answers:
+            with pytest.raises(TrainerError, match=r"batches \[0, 9\] at the same time"):
+                raise answer
         assert (await client.train(request)).version == 1  # both ranks are at version 0 still
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,12 +31,12 @@ wait
 NAMES = ("main", "same-group", "other-session", "orphan")
 
 
-async def tree(folder: Path) -> list[int]:
+async def tree(folder: Path, names: Sequence[str] = NAMES) -> list[int]:
     """The process ids of a TREE once all of it runs."""
     async with asyncio.timeout(10):
-        while not all((folder / name).exists() and (folder / name).read_text().strip() for name in NAMES):
+        while not all((folder / name).exists() and (folder / name).read_text().strip() for name in names):
             await asyncio.sleep(0.01)
-    return [int((folder / name).read_text()) for name in NAMES]
+    return [int((folder / name).read_text()) for name in names]
 
 
 def alive(pids: Iterable[int]) -> list[int]:
@@ -217,17 +217,11 @@ import os, sys, time
 from areal.workers.process import Child
 folder, ending = sys.argv[1:]
 child = Child.start("worker", ["sh", "-c", open(folder + "/script").read()], log=folder + "/log")
-if ending == "forked":  # as multiprocessing does: the fork outlives this process and holds the lifeline
-    if os.fork() == 0:
-        open(folder + "/fork", "w").write(str(os.getpid()))
-        time.sleep(60)
-        os._exit(0)
-if ending == "returns":
-    while not all(os.path.exists(f"{folder}/{name}") for name in ("same-group", "other-session", "orphan")):
-        time.sleep(0.01)
-    time.sleep(0.2)
-else:
+if ending == "forked" and os.fork() == 0:  # as multiprocessing does: it outlives this process and holds the lifeline
+    open(folder + "/fork", "w").write(str(os.getpid()))
     time.sleep(60)
+    os._exit(0)
+time.sleep(60) if ending != "returns" else sys.stdin.read()
 """
 
 
@@ -235,14 +229,18 @@ else:
 async def test_no_orphans_when_the_controller_is_gone(tmp_path: Path, ending: str) -> None:
     """Killed by SIGKILL, with or without a fork that lives on, or ended without stopping its children."""
     (tmp_path / "script").write_text("trap '' TERM; " + TREE.format(folder=tmp_path))
-    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path), ending])
-    pids = await tree(tmp_path)
-    if ending != "returns":
-        controller.send_signal(signal.SIGKILL)
-    await asyncio.to_thread(controller.wait, 10)
-    await wait_until_gone(pids, seconds=3)
-    if ending == "forked":
-        os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
+    words = [sys.executable, "-c", CONTROLLER, str(tmp_path), ending]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as controller:
+        names = [*NAMES, "fork"] if ending == "forked" else NAMES
+        pids = (await tree(tmp_path, names))[: len(NAMES)]
+        if ending == "returns":
+            controller.communicate(timeout=10)
+        else:
+            controller.kill()
+            controller.wait(10)
+        await wait_until_gone(pids, seconds=3)
+        if ending == "forked":
+            os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
 
 
 async def test_ctrl_c_is_not_for_the_children(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ few per cent of the best padded form for sequences of 30 to 1,000 tokens, and fa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,11 +21,6 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from areal.workers.trainer.architecture import Rope
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
 
 
 @dataclass
@@ -80,12 +75,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
+def _flash() -> Callable[..., Any] | None:
+    """torch's variable-length flash attention, where there is one. It costs a second to import."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch before 2.10
+        return None
+    return varlen_attn
+
+
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a Packing."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
         super().__init__(config=config)
-        self.scale = softmax_scale or config.kv_channels**-0.5
+        self._scale = softmax_scale or config.kv_channels**-0.5
+        self._flash = _flash()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Packing, **_: Any
@@ -93,8 +100,8 @@ class PackedAttention(MegatronModule):
         """query [T, heads, d]; key, value [T, kv_heads, d]. Returns [T, heads, d]."""
         packing = packed_seq_params
         query, key = (rotate(x, packing.cos, packing.sin) for x in (query, key))
-        if query.is_cuda and query.dtype != torch.float32 and varlen_attn is not None:
-            return varlen_attn(
+        if self._flash is not None and query.dtype != torch.float32:
+            return self._flash(
                 query,
                 key,
                 value,
@@ -102,14 +109,14 @@ class PackedAttention(MegatronModule):
                 packing.cu_seqlens_kv,
                 packing.max_seqlen_q,
                 packing.max_seqlen_kv,
-                scale=self.scale,
+                scale=self._scale,
                 window_size=(-1, 0),  # causal
                 enable_gqa=query.size(1) != key.size(1),
             )
         outputs = []
         for q, k, v in zip(*(x.transpose(0, 1).split(packing.lengths, 1) for x in (query, key, value)), strict=True):
             attended = F.scaled_dot_product_attention(
-                q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=q.size(0) != k.size(0)
+                q[None], k[None], v[None], is_causal=True, scale=self._scale, enable_gqa=q.size(0) != k.size(0)
             )
             outputs.append(attended[0].transpose(0, 1))
         return torch.cat(outputs)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,22 +26,24 @@ from torch import Tensor
 
 from areal.algorithms.losses import ppo_loss, sft_loss
 from areal.errors import TrainerError, VersionConflict
-from areal.types import NOT_SAMPLED, Floats, Ints, TensorSpec, TrainRequest, TrainStats
+from areal.types import NOT_SAMPLED, Floats, Ints, MiniBatch, TensorSpec, TrainRequest, TrainStats
 from areal.workers.trainer import convert
 from areal.workers.trainer.architecture import Architecture
 from areal.workers.trainer.model import Scorer, build
 from areal.workers.trainer.wire import RankSettings
 
+T = TypeVar("T")
 NAN = math.nan
+NO_PARTS: Mapping[str, Tensor] = {}
 
 
 class PeerFailed(TrainerError):
     """Another rank failed; its own answer has the cause."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Micro:
-    """One forward pass: T tokens of S sequences. Tensors have shape [T]."""
+    """One forward pass: T tokens of some sequences. Tensors have shape [T]. `proximal` is None until it is known."""
 
     lengths: list[int]
     ids: Tensor
@@ -47,6 +51,7 @@ class _Micro:
     behaviour: Tensor
     advantages: Tensor
     own_version: Tensor
+    proximal: Tensor | None = None
 
 
 class Engine:
@@ -111,92 +116,51 @@ class Engine:
     def _step(self, request: TrainRequest) -> TrainStats:
         started = time.monotonic()
         sums = _Sums(self._device)
-        updates: list[list[_Micro]] = []
-        proximal: list[list[Tensor]] = []
-        error: Exception | None = None
-        try:
-            _check(request, self._architecture.vocab)
-            updates = [list(self._micros(request, mini.shards[0])) for mini in request.minibatches]
-            # The first update's own forward pass has the same weights: no need to compute it twice.
-            proximal = [[], *(self._proximal(micros, request) for micros in updates[1:])]
-        except Exception as caught:
-            error = caught
-        self._agree(error)
-
+        updates = self._agreed(request, self._prepare, request)
         norms: list[float] = []
-        for turn in range(request.passes):
-            for number, mini in enumerate(request.minibatches):
-                first = turn == number == 0
-                self._model.zero_grad_buffer()
-                self._optimizer.zero_grad()  # it left an alias of that buffer in each parameter's `grad`
-                try:
-                    for index, micro in enumerate(updates[number]):
-                        logprobs, entropy = self._score(micro.ids, micro.lengths, request.temperature)
-                        if first:
-                            proximal[0].append(logprobs.detach())
-                        loss = self._loss(request, micro, logprobs, proximal[number][index], entropy, sums)
-                        (loss / mini.loss_tokens).backward()
-                        if turn == 0:
-                            sums.batch(micro, proximal[number][index])
-                except Exception as caught:
-                    error = caught
-                self._agree(error)
+        for _ in range(request.passes):
+            for mini, micros in zip(request.minibatches, updates, strict=True):
+                self._agreed(request, self._accumulate, request, mini, micros, sums)
                 norms.append(self._update(request))
                 self._torn = f"the step from version {self.version} failed after {len(norms)} of its updates"
-        total = sums.reduce(self._group)
-        seconds = self._slowest(time.monotonic() - started)
+        for micro in chain.from_iterable(updates):
+            sums.add_batch(micro)
+        stats = sums.stats(request, self._group, norms, time.monotonic() - started)
         self._torn = ""
-
-        def mean(name: str, by: str = "weight") -> float:
-            return total[name] / total[by] if total[by] else NAN
-
-        ppo = request.kind == "ppo"
-        return TrainStats(
-            version=self.version + 1,
-            loss=mean("loss"),
-            grad_norm=sum(norms) / len(norms),
-            entropy=mean("entropy"),
-            clip_fraction=mean("clipped") if ppo else NAN,
-            importance_mean=mean("importance") if ppo else NAN,
-            importance_capped=mean("capped") if ppo else NAN,
-            logprob_gap_max=total["gap_max"] if total["own"] else NAN,
-            logprob_gap_mean=mean("gap", "own"),
-            tokens=round(total["tokens"]),
-            loss_tokens=round(total["loss_tokens"]),
-            seconds=seconds,
-        )
+        return stats
 
     @torch.no_grad()
-    def _proximal(self, micros: Sequence[_Micro], request: TrainRequest) -> list[Tensor]:
-        """Log-probs under the weights that the step starts from."""
-        if request.kind == "sft":
-            return [micro.behaviour for micro in micros]
-        return [self._score(micro.ids, micro.lengths, request.temperature)[0] for micro in micros]
+    def _prepare(self, request: TrainRequest) -> list[list[_Micro]]:
+        """The micro-batches of each update, with the log-probs of the weights that the step starts from."""
+        _check(request, self._architecture.vocab)
+        updates = [list(self._micros(request, mini.shards[0])) for mini in request.minibatches]
+        if request.kind == "ppo":
+            for micro in chain.from_iterable(updates[1:]):  # the first update's own forward pass has these weights
+                micro.proximal, _ = self._score(micro.ids, micro.lengths, request.temperature)
+        return updates
 
-    def _loss(
-        self,
-        request: TrainRequest,
-        micro: _Micro,
-        logprobs: Tensor,
-        proximal: Tensor,
-        entropy: Tensor,
-        sums: _Sums,
-    ) -> Tensor:
-        if request.kind == "sft":
-            loss = sft_loss(logprobs, micro.weights)
-            sums.update(micro, loss, entropy)
-        else:
-            loss, parts = ppo_loss(
-                logprobs,
-                proximal,
-                micro.behaviour,
-                micro.advantages,
-                micro.weights,
-                clip=request.clip,
-                importance_cap=request.importance_cap,
-            )
-            sums.update(micro, loss, entropy, **parts)
-        return loss
+    def _accumulate(self, request: TrainRequest, mini: MiniBatch, micros: Sequence[_Micro], sums: _Sums) -> None:
+        """Sum the gradient of one update over this rank's micro-batches."""
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()  # it left an alias of that buffer in each parameter's `grad`
+        for micro in micros:
+            logprobs, entropy = self._score(micro.ids, micro.lengths, request.temperature)
+            if micro.proximal is None:
+                micro.proximal = logprobs.detach()
+            if request.kind == "sft":
+                loss, parts = sft_loss(logprobs, micro.weights), NO_PARTS
+            else:
+                loss, parts = ppo_loss(
+                    logprobs,
+                    micro.proximal,
+                    micro.behaviour,
+                    micro.advantages,
+                    micro.weights,
+                    clip=request.clip,
+                    importance_cap=request.importance_cap,
+                )
+            (loss / mini.loss_tokens).backward()
+            sums.add_update(micro, loss.detach(), entropy, parts)
 
     def _update(self, request: TrainRequest) -> float:
         """Sum the gradients over ranks, clip, and let Adam take its step. Returns the norm before clipping."""
@@ -232,20 +196,25 @@ class Engine:
                 own_version=self._tensor(batch.versions[where] == request.from_version),
             )
 
-    def _agree(self, error: Exception | None) -> None:
-        """Raise on every rank when one of them has an error."""
-        failed = torch.zeros(dist.get_world_size(self._group), device=self._device)
-        failed[dist.get_rank(self._group)] = error is not None
-        dist.all_reduce(failed, group=self._group)
+    def _agreed(self, request: TrainRequest, work: Callable[..., T], *args: Any) -> T:
+        """Do this rank's work, then raise on every rank when one of them failed at it, or works on another batch
+        (after a call that was given up while some ranks had not begun)."""
+        error: Exception | None = None
+        try:
+            result = work(*args)
+        except Exception as caught:
+            error = caught
+        votes = torch.zeros(dist.get_world_size(self._group), 2, dtype=torch.int64, device=self._device)
+        votes[dist.get_rank(self._group)] = torch.tensor([error is not None, request.batch_id])
+        dist.all_reduce(votes, group=self._group)
         if error is not None:
             raise error
-        if ranks := failed.nonzero()[:, 0].tolist():
-            raise PeerFailed(f"data-parallel rank {ranks[0]} failed")
-
-    def _slowest(self, seconds: float) -> float:
-        value = torch.tensor([seconds], device=self._device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
-        return value.item()
+        failed, batches = votes.T.tolist()
+        if any(failed):
+            raise PeerFailed(f"data-parallel rank {failed.index(1)} failed")
+        if len(set(batches)) > 1:
+            raise TrainerError(f"the data-parallel ranks were asked for batches {batches} at the same time; repeat")
+        return result
 
     def _check_whole(self) -> None:
         if self._torn:
@@ -304,14 +273,15 @@ class _Sums:
         self._sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
         self._gap_max = torch.full((1,), -math.inf, device=device)
 
-    def update(self, micro: _Micro, loss: Tensor, entropy: Tensor, **parts: Tensor) -> None:
-        """Of each optimizer update."""
-        self._add(loss=loss.detach(), weight=micro.weights.sum(), entropy=(micro.weights * entropy).sum(), **parts)
+    def add_update(self, micro: _Micro, loss: Tensor, entropy: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Once per optimizer update that the micro-batch is in."""
+        self._add(loss=loss, weight=micro.weights.sum(), entropy=(micro.weights * entropy).sum(), **parts)
 
-    def batch(self, micro: _Micro, proximal: Tensor) -> None:
-        """Of each token once."""
+    def add_batch(self, micro: _Micro) -> None:
+        """Once per step."""
+        assert micro.proximal is not None
         active = micro.weights != 0
-        gap = (proximal - micro.behaviour).abs()[active & micro.own_version]
+        gap = (micro.proximal - micro.behaviour).abs()[active & micro.own_version]
         if len(gap):
             self._gap_max = torch.maximum(self._gap_max, gap.max())
         self._add(tokens=len(micro.ids), loss_tokens=active.sum(), gap=gap.sum(), own=len(gap))
@@ -320,11 +290,34 @@ class _Sums:
         for name, value in values.items():
             self._sums[self.NAMES.index(name)] += value
 
-    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Over all ranks, by name; and "gap_max"."""
+    def stats(
+        self, request: TrainRequest, group: dist.ProcessGroup, norms: Sequence[float], seconds: float
+    ) -> TrainStats:
+        """Over all ranks of the group: the same on each."""
+        maxima = torch.cat((self._gap_max, torch.tensor([seconds], device=self._gap_max.device)))
         dist.all_reduce(self._sums, group=group)
-        dist.all_reduce(self._gap_max, op=dist.ReduceOp.MAX, group=group)
-        return {**dict(zip(self.NAMES, self._sums.tolist(), strict=True)), "gap_max": self._gap_max.item()}
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        total = dict(zip(self.NAMES, self._sums.tolist(), strict=True))
+        gap_max, seconds = maxima.tolist()
+        ppo = request.kind == "ppo"
+
+        def mean(name: str, by: str = "weight") -> float:
+            return total[name] / total[by] if total[by] else NAN
+
+        return TrainStats(
+            version=request.from_version + 1,
+            loss=mean("loss"),
+            grad_norm=sum(norms) / len(norms),
+            entropy=mean("entropy"),
+            clip_fraction=mean("clipped") if ppo else NAN,
+            importance_mean=mean("importance") if ppo else NAN,
+            importance_capped=mean("capped") if ppo else NAN,
+            logprob_gap_max=gap_max if total["own"] else NAN,
+            logprob_gap_mean=mean("gap", "own"),
+            tokens=round(total["tokens"]),
+            loss_tokens=round(total["loss_tokens"]),
+            seconds=seconds,
+        )
 
 
 def _check(request: TrainRequest, vocab: int) -> None:

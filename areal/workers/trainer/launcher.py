@@ -14,6 +14,7 @@ from typing import Any
 
 from areal.config import Config
 from areal.errors import ConfigError, TrainerError
+from areal.workers.placement import visible
 from areal.workers.process import Child, free_port
 from areal.workers.trainer.architecture import Architecture
 from areal.workers.trainer.client import HttpTrainer
@@ -82,7 +83,7 @@ async def start_trainer(
                     env={
                         **common,
                         "RANK": str(rank),
-                        "CUDA_VISIBLE_DEVICES": str(devices[rank]) if devices else "",
+                        "CUDA_VISIBLE_DEVICES": visible([devices[rank]]) if devices else "",
                     },
                 )
             )

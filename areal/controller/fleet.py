@@ -164,7 +164,11 @@ class Fleet:
 
     async def _piece(self, call: Call, ids: Ints, sampling: Sampling) -> Generation | ServerError:
         """One /generate, from its place in line to its end. What a server did wrong is returned, not raised."""
-        server = await self._place(call)
+        server = None if self._waiting else self._pick(call)
+        if server:
+            self._take(call, server)
+        else:
+            server = await self._place(call)
         assert self._tasks
         loop = asyncio.get_running_loop()
         timeout = self._settings.request_timeout_s
@@ -198,22 +202,20 @@ class Fleet:
         timeout = self._settings.request_timeout_s
         deadline = call.since + timeout
         while True:
-            if not self._waiting and (server := self._pick(call)):
-                self._take(call, server)
-            else:
-                self._waiting[call.rid] = call
-                call.place = loop.create_future()
-                try:
-                    if not self._closing.is_set():
-                        await asyncio.wait((call.place,), timeout=max(0.0, deadline - loop.time()))
-                except asyncio.CancelledError:
-                    if not self._waiting.pop(call.rid, None):
-                        self._leave(call)
-                    raise
-                if self._waiting.pop(call.rid, None):
-                    why = "the fleet is closed" if self._closing.is_set() else f"no place on a server for {timeout:g} s"
-                    states = ", ".join(f"{s.client.url} is {s.state}" for s in self.servers)
-                    raise ServerError(f"{why}: {states}")
+            self._waiting[call.rid] = call
+            call.place = loop.create_future()
+            self._dispatch()
+            try:
+                if not self._closing.is_set():
+                    await asyncio.wait((call.place,), timeout=max(0.0, deadline - loop.time()))
+            except asyncio.CancelledError:
+                if not self._waiting.pop(call.rid, None):
+                    self._leave(call)
+                raise
+            if self._waiting.pop(call.rid, None):
+                why = "the fleet is closed" if self._closing.is_set() else f"no place on a server for {timeout:g} s"
+                states = ", ".join(f"{s.client.url} is {s.state}" for s in self.servers)
+                raise ServerError(f"{why}: {states}")
             server = call.server
             assert server
             if server.state == "open":
@@ -292,17 +294,22 @@ class Fleet:
         assert self._tasks
         self._tasks.create_task(self._end([call], end))
 
-    async def _end(self, calls: Sequence[Call], end: End) -> None:
-        """Abort; after ABORT_GRACE_S close the socket of what has not come back."""
+    async def _end(self, calls: Sequence[Call], end: End, everything: Server | None = None) -> None:
+        """Abort; after ABORT_GRACE_S close the socket of what has not come back. `everything`: the server on which
+        these are all the calls, so that one abort does for all."""
         assert self._tasks
         for call in calls:
             call.end = call.end or end
         pending = {call.task: call for call in calls if call.task and not call.task.done()}
-        for _ in range(2):
+        for attempt in range(2):
             if not pending:
                 return
-            for call in pending.values():
-                self._tasks.create_task(self._abort(call))
+            if everything and attempt == 0:
+                self._tasks.create_task(self._abort(everything, ""))
+            else:
+                for call in pending.values():
+                    assert call.server
+                    self._tasks.create_task(self._abort(call.server, call.rid))
             await asyncio.wait(pending, timeout=ABORT_GRACE_S / 2)
             pending = {task: call for task, call in pending.items() if not task.done()}
         for task in pending:
@@ -310,10 +317,9 @@ class Fleet:
         if pending:
             await asyncio.wait(pending, timeout=ABORT_GRACE_S)
 
-    async def _abort(self, call: Call) -> None:
-        assert call.server
-        with suppress(ServerError):  # its socket is closed next, or the server is found dead
-            await call.server.client.abort(call.rid)
+    async def _abort(self, server: Server, rid: str) -> None:
+        with suppress(ServerError):  # the socket is closed next, or the server is found dead
+            await server.client.abort(rid)
 
     # -- weights
 
@@ -333,7 +339,8 @@ class Fleet:
             self._note_lowest()
         for key in [key for key, home in self._homes.items() if home is server]:
             del self._homes[key]  # loading empties the cache
-        await asyncio.wait((self._tasks.create_task(self._end(list(server.calls.values()), "interrupt")),))
+        ending = self._end(list(server.calls.values()), "interrupt", server)
+        await asyncio.wait((self._tasks.create_task(ending),))
 
     def open(self, server: Server, label: str) -> None:
         """Open the gate of a server that holds the weights `label`; nothing when it has died meanwhile."""

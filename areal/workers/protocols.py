@@ -49,7 +49,7 @@ class ServerClient(Protocol):
         ...
 
     async def abort(self, rid: str) -> None:
-        """Ask the server to abort `rid` (and whatever starts with it); no error when it is not known there."""
+        """Ask the server to abort `rid` (and whatever starts with it, so "" is all); no error when it is not known."""
         ...
 
     async def load_disk(self, folder: str, label: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 TAGS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOOL_TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -84,7 +85,7 @@ def build_model(vocabulary: int, eos: int, pad: int, seed: int) -> Qwen3ForCausa
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # a head of 16 hands on too little to tell all names apart
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -103,6 +104,7 @@ def build_model(vocabulary: int, eos: int, pad: int, seed: int) -> Qwen3ForCausa
 
 def build(folder: Path, names: Sequence[str], texts: Sequence[str], seed: int) -> PreTrainedTokenizerFast:
     """Write model and tokenizer into `folder`, in Hugging Face format. Returns the tokenizer."""
+    logging.disable_progress_bar()
     tokenizer = build_tokenizer(names, texts)
     model = build_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
     model.save_pretrained(folder)

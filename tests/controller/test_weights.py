@@ -97,7 +97,7 @@ async def running(
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(3):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 

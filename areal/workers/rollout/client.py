@@ -13,7 +13,7 @@ The client sets no deadline on `generate`; its caller has one. Other calls end a
 from __future__ import annotations
 
 import asyncio
-import math
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,7 +104,7 @@ class SGLangClient:
         return self._generation(answer)
 
     async def abort(self, rid: str) -> None:
-        await self._ok("/abort_request", {"rid": rid}, ABORT_TIMEOUT_S)
+        await self._ok("/abort_request", {"rid": rid} if rid else {"abort_all": True}, ABORT_TIMEOUT_S)
 
     async def info(self) -> ServerInfo:
         model = await self._get("/model_info")
@@ -144,7 +144,7 @@ class SGLangClient:
         await self._succeed("/init_weights_update_group", body)
 
     async def load_group(self, group: str, specs: Sequence[TensorSpec], label: str) -> None:
-        await self._ok("/abort_request", {"abort_all": True}, ABORT_TIMEOUT_S)  # begin waits for whatever still runs
+        await self.abort("")  # begin waits for whatever still runs
         session = await self._begin()
         body = {
             "names": [spec.name for spec in specs],
@@ -178,7 +178,7 @@ class SGLangClient:
             async with asyncio.timeout(self.timeout_s):
                 while (await self._send(path, {}))[0] != 200:
                     # A request whose abort was lost still runs; nothing else may, since the gate is closed.
-                    await self._ok("/abort_request", {"abort_all": True}, ABORT_TIMEOUT_S)
+                    await self.abort("")
                     await asyncio.sleep(FLUSH_PAUSE_S)  # where a server refuses at once
         except TimeoutError:
             raise self._refused(path, f"the KV cache could not be emptied within {self.timeout_s:g} s") from None
@@ -194,13 +194,11 @@ class SGLangClient:
         answer = await self._ok("/generate", body, self.timeout_s)
         try:
             triples = orjson.loads(answer)["meta_info"]["input_token_logprobs"]
-            logprobs = np.array([0.0, *(triple[0] for triple in triples[1:])], np.float32)
+            logprobs = np.frombuffer(array("f", [0.0, *(triple[0] for triple in triples[1:])]), np.float32)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._refused("/generate", f"no log-probs of the prompt ({error!r})") from None
         if len(logprobs) != len(ids):
             raise self._refused("/generate", f"{len(logprobs)} log-probs of a prompt of {len(ids)} tokens")
-        if not np.isfinite(logprobs).all():
-            raise self._refused("/generate", "a log-prob of the prompt is null")
         return logprobs
 
     async def close(self) -> None:
@@ -214,11 +212,11 @@ class SGLangClient:
             ids = data["output_ids"]
             count = len(ids)
             finish = meta["finish_reason"]["type"]
-            triples = meta["output_token_logprobs"] if count else ()
-            tokens = [triple[1] for triple in triples]
-            logprobs = np.array([triple[0] for triple in triples], np.float32)
+            triples: list[Any] = meta["output_token_logprobs"] if count else []
+            # array() refuses a null or a fraction, which numpy would make nan and an integer
+            logprobs = np.frombuffer(array("f", [triple[0] for triple in triples]), np.float32)
             spans = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]] if count else []
-            output_ids = np.array(ids, np.int32)
+            output_ids = np.frombuffer(array("i", ids), np.int32)
             versions = np.empty(count, np.int32)
             end = 0
             for label, start, stop in spans:
@@ -232,14 +230,11 @@ class SGLangClient:
             cached = int(meta.get("cached_tokens", 0))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._refused("/generate", f"{error!r} in the answer {_head(answer)}") from None
-        if tokens != ids or end != count:
-            raise self._refused(
-                "/generate",
-                f"{count} tokens with {len(tokens)} log-probs and versions of {end}, not of the same tokens",
-            )
-        if not math.isfinite(logprobs.sum()):
-            raise self._refused("/generate", "a log-prob is null")
-        if count and output_ids.view(np.uint32).max() >= self.vocab_size:  # a negative one is a huge one
+        if not len(triples) == end == count:
+            raise self._refused("/generate", f"{count} tokens, {len(triples)} log-probs, versions of {end} tokens")
+        if count and (triples[0][1] != ids[0] or triples[-1][1] != ids[-1]):
+            raise self._refused("/generate", "the log-probs are not of the tokens")
+        if count and np.maximum.reduce(output_ids.view(np.uint32)) >= self.vocab_size:  # a negative one is a huge one
             raise self._refused("/generate", f"a token outside the vocabulary of {self.vocab_size}")
         if finish not in ("stop", "length", "abort"):
             raise self._refused("/generate", f"unknown finish reason {finish!r}")
@@ -250,7 +245,7 @@ class SGLangClient:
     def _check_ids(self, ids: Ints) -> None:
         if not len(ids):
             raise EpisodeError("a prompt without tokens; give at least one")
-        if ids.view(np.uint32).max() >= self.vocab_size:  # a negative id is a huge one
+        if np.maximum.reduce(ids.view(np.uint32)) >= self.vocab_size:  # a negative id is a huge one
             wrong = ids[(ids < 0) | (ids >= self.vocab_size)][0]
             raise EpisodeError(
                 f"token id {wrong} in the prompt is outside the vocabulary of {self.vocab_size}; "

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from areal.config import Config
+from areal.controller.router import Router
 from areal.controller.server import HEALTH_S, Call, End, Server
 from areal.errors import ArealError, ProcessError, ServerError, ServerLost, ServerRefused
 from areal.types import Completion, Finish, Generation, Ints, Sampling
@@ -38,10 +39,6 @@ ABORT_GRACE_S = 0.5
 """Seconds an aborted request has to come back before its socket is closed. Halfway the abort is posted again: the
 first one does nothing when it overtook its request."""
 MAX_FAILURES = 3
-SLACK = 8
-"""Calls by which a server may be busier than the idlest one before an episode leaves its cached prefix."""
-HOMES = 65536
-"""Episodes whose last server is remembered."""
 CLOSE_S = 5.0
 
 log = logging.getLogger("areal")
@@ -108,8 +105,7 @@ class Fleet:
         self._started = asyncio.Event()
         self._closing = asyncio.Event()
         self._finished = asyncio.Event()
-        self._waiting: dict[str, Call] = {}
-        self._homes: dict[Hashable, Server] = {}
+        self._router = Router(self.servers)
         self._lowest: int | None = None
         self._restarts = [0] * len(clients)
         self._still_since: dict[Server, float] = {}
@@ -164,14 +160,10 @@ class Fleet:
 
     async def _piece(self, call: Call, ids: Ints, sampling: Sampling) -> Generation | ServerError:
         """One /generate, from its place in line to its end. What a server did wrong is returned, not raised."""
-        server = None if self._waiting else self._pick(call)
-        if server:
-            self._take(call, server)
-        else:
-            server = await self._place(call)
+        timeout = self._settings.request_timeout_s
+        server = self._router.place(call) or await self._router.wait(call, timeout)
         assert self._tasks
         loop = asyncio.get_running_loop()
-        timeout = self._settings.request_timeout_s
         call.answer = loop.create_future()
         call.task = self._tasks.create_task(self._post(call, server, ids, sampling))
         timer = loop.call_later(timeout, self._end_later, call, "timeout")
@@ -196,77 +188,6 @@ class Fleet:
             return piece
         raise piece  # the prompt is to blame
 
-    async def _place(self, call: Call) -> Server:
-        """Stand in line until the call has a place on an open server."""
-        loop = asyncio.get_running_loop()
-        timeout = self._settings.request_timeout_s
-        deadline = call.since + timeout
-        while True:
-            self._waiting[call.rid] = call
-            call.place = loop.create_future()
-            self._dispatch()
-            try:
-                if not self._closing.is_set():
-                    await asyncio.wait((call.place,), timeout=max(0.0, deadline - loop.time()))
-            except asyncio.CancelledError:
-                if not self._waiting.pop(call.rid, None):
-                    self._leave(call)
-                raise
-            if self._waiting.pop(call.rid, None):
-                why = "the fleet is closed" if self._closing.is_set() else f"no place on a server for {timeout:g} s"
-                states = ", ".join(f"{s.client.url} is {s.state}" for s in self.servers)
-                raise ServerError(f"{why}: {states}")
-            server = call.server
-            assert server
-            if server.state == "open":
-                call.since = loop.time()
-                return server
-            self._leave(call)  # its gate closed between the place and this moment
-
-    def _pick(self, call: Call) -> Server | None:
-        """The least loaded open server, or the one that has the prefix unless that is much busier.
-
-        While some load weights, an open server takes no more than its share of all calls: else the first one to open
-        would get every interrupted call, and the others none.
-        """
-        servers = [s for s in self.servers if s.state == "open" and not s.doubtful]
-        loading = len(self._still_since)
-        if loading and servers:
-            calls = 1 + len(self._waiting) + sum(len(s.calls) for s in self.servers)
-            servers = [s for s in servers if len(s.calls) * (len(servers) + loading) < calls]
-        if call.avoid and len(servers) > 1:
-            servers = [s for s in servers if s is not call.avoid]
-        if not servers or self._closing.is_set():
-            return None
-        best = min(servers, key=lambda s: len(s.calls))
-        home = self._homes.get(call.key)
-        return home if home in servers and len(home.calls) <= len(best.calls) + SLACK else best
-
-    def _take(self, call: Call, server: Server) -> None:
-        call.server = server
-        server.calls[call.rid] = call
-        self._homes.pop(call.key, None)
-        self._homes[call.key] = server
-        if len(self._homes) > HOMES:
-            del self._homes[next(iter(self._homes))]
-
-    def _leave(self, call: Call) -> None:
-        assert call.server
-        del call.server.calls[call.rid]
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        """Give places to those in line, first come, first served."""
-        while self._waiting:
-            call = next(iter(self._waiting.values()))
-            server = self._pick(call)
-            if server is None:
-                return
-            del self._waiting[call.rid]
-            self._take(call, server)
-            assert call.place
-            call.place.set_result(None)
-
     async def _post(self, call: Call, server: Server, ids: Ints, sampling: Sampling) -> None:
         self._requests += 1
         answer: Generation | ArealError | None = None
@@ -286,7 +207,7 @@ class Fleet:
         except ArealError as error:
             answer = error
         finally:
-            self._leave(call)
+            self._router.leave(call)
             if call.answer and not call.answer.done():
                 call.answer.set_result(answer)
 
@@ -337,8 +258,7 @@ class Fleet:
             server.state = "closed"
             self._still_since[server] = asyncio.get_running_loop().time()
             self._note_lowest()
-        for key in [key for key, home in self._homes.items() if home is server]:
-            del self._homes[key]  # loading empties the cache
+        self._router.forget(server)  # loading empties the cache
         ending = self._end(list(server.calls.values()), "interrupt", server)
         await asyncio.wait((self._tasks.create_task(ending),))
 
@@ -352,7 +272,7 @@ class Fleet:
         server.label, server.version, server.state = label, version, "open"
         self._moves_again(server)
         self._note_lowest()
-        self._dispatch()
+        self._router.dispatch()
 
     def fail(self, server: Server, reason: str) -> None:
         """Declare a server dead: its calls fail over now, then it is started again."""
@@ -368,7 +288,7 @@ class Fleet:
         server.died.set()
         server.up.set()
         self._note_lowest()
-        self._dispatch()
+        self._router.dispatch()
 
     def lowest_version(self) -> int:
         """The lowest version of any server that takes requests (I1); while there is none, the last one (at first 0)."""
@@ -397,9 +317,7 @@ class Fleet:
                     await self._closing.wait()
                 finally:
                     self._closing.set()
-                    for call in self._waiting.values():
-                        if call.place and not call.place.done():
-                            call.place.set_result(None)
+                    self._router.close()
                     for watcher in watchers:
                         watcher.cancel()
                 await self._end([call for s in self.servers for call in s.calls.values()], "cancel")
@@ -409,6 +327,7 @@ class Fleet:
     async def close(self) -> None:
         """Abort what runs, end `run`, close the clients."""
         self._closing.set()
+        self._router.close()
         if self._tasks:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
@@ -428,7 +347,7 @@ class Fleet:
                     await self.sync(server)
                 else:
                     self.open(server, info.label)
-                self.fail(server, await server.failure(self._exited, self._dispatch))
+                self.fail(server, await server.failure(self._exited, self._router.dispatch))
             except ServerError as error:
                 self.fail(server, str(error))
             client = await self._revived(server)
@@ -486,7 +405,7 @@ class Fleet:
             failures=self._failures,
             restarts=sum(self._restarts),
             running=sum(len(s.calls) for s in self.servers),
-            waiting=len(self._waiting),
+            waiting=len(self._router.waiting),
             open=sum(s.state == "open" for s in self.servers),
             still_s=(self._still_s + sum(now - t for t in self._still_since.values())) / max(1, len(self.servers)),
         )
@@ -495,7 +414,7 @@ class Fleet:
         """Servers that do not serve, then the calls that wait, longest first (for the watchdog)."""
         now = asyncio.get_running_loop().time()
         lines = [f"server {s.client.url} is {s.state} {s.reason}".rstrip() for s in self.servers if s.state != "open"]
-        calls = [*self._waiting.values(), *(call for s in self.servers for call in s.calls.values())]
+        calls = [*self._router.waiting.values(), *(call for s in self.servers for call in s.calls.values())]
         for call in sorted(calls, key=lambda call: call.since):
             where = f"on {call.server.client.url}" if call.server else "for a place on a server"
             lines.append(f"{call.key}: request {call.rid} has waited {now - call.since:.1f} s {where}")

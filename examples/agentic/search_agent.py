@@ -30,7 +30,7 @@ from areal.sft import sft
 
 DEFAULTS = {
     "name": "search",
-    "train.steps": 50,
+    "train.steps": 40,
     "train.batch_groups": 16,
     "train.minibatches": 4,
     "group.size": 8,

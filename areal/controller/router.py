@@ -1,0 +1,118 @@
+"""Which server a call goes to, and the line of calls that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+
+from areal.controller.server import Call, Server
+from areal.errors import ServerError
+
+SLACK = 8
+"""Calls by which a server may be busier than the idlest one before an episode leaves its cached prefix."""
+HOMES = 65536
+"""Episodes whose last server is remembered."""
+
+
+class Router:
+    """Places on `servers`, a list that its owner keeps up to date.
+
+    A call takes a place, at once (`place`) or in its turn (`wait`), and gives it back (`leave`); until then it is in
+    the `calls` of its server. Whoever makes places free otherwise calls `dispatch`. `waiting`: the line, by rid.
+    """
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.waiting: dict[str, Call] = {}
+        self._servers = servers
+        self._homes: dict[Hashable, Server] = {}
+        self._closed = False
+
+    def place(self, call: Call) -> Server | None:
+        """A place at once, when nobody stands in line and a server has one."""
+        server = None if self.waiting or self._closed else self._pick(call)
+        if server:
+            self._take(call, server)
+        return server
+
+    async def wait(self, call: Call, timeout_s: float) -> Server:
+        """Stand in line for a place. Raises ServerError after `timeout_s`, or when the router is closed."""
+        loop = asyncio.get_running_loop()
+        deadline = call.since + timeout_s
+        while True:
+            self.waiting[call.rid] = call
+            call.place = loop.create_future()
+            self.dispatch()
+            try:
+                if not self._closed:
+                    await asyncio.wait((call.place,), timeout=max(0.0, deadline - loop.time()))
+            except asyncio.CancelledError:
+                if not self.waiting.pop(call.rid, None):
+                    self.leave(call)
+                raise
+            if self.waiting.pop(call.rid, None):
+                why = "the fleet is closed" if self._closed else f"no place on a server for {timeout_s:g} s"
+                raise ServerError(f"{why}: {', '.join(f'{s.client.url} is {s.state}' for s in self._servers)}")
+            server = call.server
+            assert server
+            if server.state == "open":
+                call.since = loop.time()
+                return server
+            self.leave(call)  # its gate closed between the place and this moment
+
+    def leave(self, call: Call) -> None:
+        """Give the place back."""
+        assert call.server
+        del call.server.calls[call.rid]
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Give places to those in line, first come, first served."""
+        while self.waiting and not self._closed:
+            call = next(iter(self.waiting.values()))
+            server = self._pick(call)
+            if server is None:
+                return
+            del self.waiting[call.rid]
+            self._take(call, server)
+            assert call.place
+            call.place.set_result(None)
+
+    def forget(self, server: Server) -> None:
+        """No episode has its prefix on this server any more."""
+        for key in [key for key, home in self._homes.items() if home is server]:
+            del self._homes[key]
+
+    def close(self) -> None:
+        """From now on there are no places; the line gets an error."""
+        self._closed = True
+        for call in self.waiting.values():
+            if call.place and not call.place.done():
+                call.place.set_result(None)
+
+    def _pick(self, call: Call) -> Server | None:
+        """The least loaded open server, or the one that has the prefix unless that is much busier.
+
+        While some load weights, an open server takes no more than its share of all calls: else the first one to open
+        would get every interrupted call, and the others none.
+        """
+        servers = [s for s in self._servers if s.state == "open" and not s.doubtful]
+        loading = sum(s.state == "closed" for s in self._servers)
+        if loading and servers:
+            calls = (call.rid not in self.waiting) + len(self.waiting) + sum(len(s.calls) for s in self._servers)
+            share = calls / (len(servers) + loading)
+            servers = [s for s in servers if len(s.calls) < share]
+        if call.avoid and len(servers) > 1:
+            servers = [s for s in servers if s is not call.avoid]
+        if not servers:
+            return None
+        best = min(servers, key=lambda s: len(s.calls))
+        home = self._homes.get(call.key)
+        return home if home in servers and len(home.calls) <= len(best.calls) + SLACK else best
+
+    def _take(self, call: Call, server: Server) -> None:
+        call.server = server
+        server.calls[call.rid] = call
+        self._homes.pop(call.key, None)
+        self._homes[call.key] = server
+        if len(self._homes) > HOMES:
+            del self._homes[next(iter(self._homes))]

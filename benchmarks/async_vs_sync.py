@@ -19,7 +19,7 @@ import orjson
 from benchmarks.table import arguments, report
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "agentic" / "search_agent.py"
-STEPS = 60
+STEPS = 40
 SKIPPED = 5
 """First steps that are left out of the times: the pipeline fills."""
 GOAL = 0.8

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import models
 
+hypothesis.settings.register_profile("areal", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("areal")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

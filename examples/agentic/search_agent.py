@@ -30,7 +30,7 @@ from areal.sft import sft
 
 DEFAULTS = {
     "name": "search",
-    "train.steps": 40,
+    "train.steps": 50,
     "train.batch_groups": 16,
     "train.minibatches": 4,
     "group.size": 8,
@@ -166,10 +166,10 @@ def make_agent(service: aiohttp.ClientSession) -> Callable[[Episode, Task], Awai
 
 
 def demonstrate(rng: random.Random) -> list[Message]:
-    """A conversation that gives up at once (66 %), or searches too little or too much (8 %), or is right (26 %)."""
+    """A conversation that gives up at once (68 %), or searches too little or too much (8 %), or is right (24 %)."""
     task = make_task(f"demonstration {rng.random()}")
     path, right = task["path"], task["searches"]
-    searches = rng.choices([0, 3 - right, right], [0.66, 0.08, 0.26])[0]
+    searches = rng.choices([0, 3 - right, right], [0.68, 0.08, 0.24])[0]
     messages: list[Message] = [{"role": "user", "content": task["question"]}]
     for query in path[:searches]:
         call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}

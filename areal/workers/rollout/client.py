@@ -33,7 +33,6 @@ KEEPALIVE_S = 3.0
 FLUSH_WAIT_S = 1.0
 """How long the server itself waits to become idle, in one /flush_cache call."""
 FLUSH_PAUSE_S = 0.05
-JSON = {"content-type": "application/json"}
 
 
 def make_label(origin: str, version: int) -> str:
@@ -299,11 +298,12 @@ class SGLangClient:
 
     async def _send(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
         """POST `body`, or GET when it is None: (status, answer)."""
-        method, data = "GET", None
+        method, payload = "GET", None
         if body is not None:
-            method, data = "POST", orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+            data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+            method, payload = "POST", aiohttp.BytesPayload(data, content_type="application/json")
         try:
-            async with self._session.request(method, self.url + path, data=data, headers=JSON) as response:
+            async with self._session.request(method, self.url + path, data=payload) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from None

@@ -137,6 +137,7 @@ class Cluster:
             background.create_task(self.fleet.run(), name="fleet")
             stack.push_async_callback(self.fleet.close)
             if not own:
+                stack.push_async_callback(self.weights.close)
                 await self.weights.publish(0)  # until then they hold weights of somebody else
             self._stack = stack.pop_all()
         return self
@@ -197,7 +198,13 @@ class Cluster:
         return client
 
     def _client(self, url: str) -> ServerClient:
-        return SGLangClient(url, origin=self.origin, vocab_size=self._architecture.vocab, session=self._session)
+        return SGLangClient(
+            url,
+            origin=self.origin,
+            vocab_size=self._architecture.vocab,
+            timeout_s=self.config.weights.timeout_s,
+            session=self._session,
+        )
 
     async def _restart(self, index: int) -> ServerClient:
         await self._children[index].stop(grace_s=1.0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -56,13 +56,17 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
-        """Mean reward."""
-        return float(np.mean([r for rewards in self.rewards.values() for r in rewards]))
+        """Mean reward; NaN when no episode finished."""
+        return self._mean(lambda reward: reward)
 
     @property
     def success(self) -> float:
-        """Share of episodes with a reward of at least 1."""
-        return float(np.mean([r >= 1 for rewards in self.rewards.values() for r in rewards]))
+        """Share of episodes with a reward of at least 1; NaN when no episode finished."""
+        return self._mean(lambda reward: float(reward >= 1))
+
+    def _mean(self, value: Callable[[float], float]) -> float:
+        values = [value(reward) for rewards in self.rewards.values() for reward in rewards]
+        return sum(values) / len(values) if values else math.nan
 
 
 class Controller:

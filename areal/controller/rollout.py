@@ -183,7 +183,9 @@ class RolloutLoop:
                 del self.running[number, member]
             if isinstance(outcome, EpisodeRecord):
                 self.finished.setdefault(number, {})[member] = outcome
-                self._scheduler.finished(number, member, outcome.reward, loss_tokens_by_version(outcome))
+                verdict = self._scheduler.finished(number, member, outcome.reward, loss_tokens_by_version(outcome))
+                if verdict is Verdict.DROPPED:  # while this member was on its way to its end
+                    self.finished.pop(number, None)
                 return
             log.warning("episode %d.%d (task %s) failed: %s", number, member, task["id"], outcome.summary)
             verdict = self._scheduler.failed(number, member, outcome.kind, outcome.message)

@@ -187,8 +187,30 @@ async def test_i8_members_of_a_hopeless_group_are_cancelled(world: World) -> Non
 
     await world.run(agent, tasks(2))
     assert sorted(cancelled) == [0, 1]
+    assert world.loop.finished == {}
     assert world.scheduler.state.dropped == {"server": 2}
     assert not world.loop.running
+
+
+@pytest.mark.parametrize("world", [["data.epochs=1", "episode.retries=0"]], indirect=True)
+async def test_a_member_that_ends_when_its_group_was_just_dropped_leaves_nothing_behind(world: World) -> None:
+    gate = asyncio.Event()
+
+    async def agent(episode: Episode, task: Task) -> float:
+        if episode.member == 0:
+            gate.set()  # the other member goes on in the same turn of the loop in which this one fails
+            raise RuntimeError("no")
+        try:
+            await gate.wait()
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            return 1.0
+        return 1.0
+
+    await world.run(agent, tasks(2))
+    assert world.scheduler.state.dropped == {"agent": 2}
+    assert not world.of(Finished)
+    assert world.loop.finished == {}
 
 
 @pytest.mark.parametrize("world", [["data.epochs=1"]], indirect=True)

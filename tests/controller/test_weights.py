@@ -175,13 +175,13 @@ async def test_a_server_that_fails_is_closed_and_brought_up_to_date(tmp_path: Pa
 @TRANSPORTS
 async def test_i7_a_server_that_hangs_is_given_up_after_the_deadline(tmp_path: Path, transport: str) -> None:
     servers = FakeServer(), FakeServer()
-    async with running(tmp_path, *servers, settings=[f"weights.transport={transport}", "weights.timeout_s=0.5"]) as run:
+    async with running(tmp_path, *servers, settings=[f"weights.transport={transport}", "weights.timeout_s=1.0"]) as run:
         await run.publish(0)
         servers[0].faults["/flush_cache"] = ["hang"]
         run.trainer.version = 1
         before = asyncio.get_running_loop().time()
         stats = await run.weights.publish(1)
-        assert asyncio.get_running_loop().time() - before < 2
+        assert asyncio.get_running_loop().time() - before < 4
         assert stats.servers == 1
         assert run.fleet.servers[0].state == "dead"
         assert check(await run.generate([1, 2], 5), [1, 2], 5) == [1] * 5

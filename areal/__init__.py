@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from areal.config import Config
     from areal.controller.controller import Controller, Evaluation
     from areal.errors import ArealError, ConfigError, EpisodeError
-    from areal.sft import sft
+    from areal.finetune import sft
     from areal.types import Completion, EpisodeRecord, Message, Task
 
 _HOMES = {
@@ -26,7 +26,7 @@ _HOMES = {
     "Message": "types",
     "Task": "types",
     "launch": "cli",
-    "sft": "sft",
+    "sft": "finetune",
     "tool": "agents.tools",
 }
 

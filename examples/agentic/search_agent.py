@@ -25,8 +25,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from areal import Config, Controller, Episode, EpisodeError, Message, Task, launch, tool
-from areal.sft import sft
+from areal import Config, Controller, Episode, EpisodeError, Message, Task, launch, sft, tool
 
 DEFAULTS = {
     "name": "search",
@@ -111,7 +110,7 @@ async def serve() -> None:
 
 @asynccontextmanager
 async def search_service() -> AsyncIterator[aiohttp.ClientSession]:
-    """Start the service; it ends with the pipe to its standard input, however this process ends."""
+    """Start the service. It also ends with the pipe to its standard input, so that none is left however this ends."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "serve", stdin=pipe, stdout=pipe, start_new_session=True
@@ -119,11 +118,13 @@ async def search_service() -> AsyncIterator[aiohttp.ClientSession]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        url = (await process.stdout.readline()).decode().strip()
+        async with asyncio.timeout(60):
+            url = (await process.stdout.readline()).decode().strip()
         async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
             yield session
     finally:
-        process.stdin.close()
+        if process.returncode is None:
+            process.kill()
         await process.wait()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_an_unknown_query_finds_nothing() -> None:
 # -- the service
 
 
-async def test_the_service_answers_with_latency_and_ends_with_its_user() -> None:
+async def test_the_service_answers_with_latency_and_ends_with_its_context() -> None:
     loop = asyncio.get_running_loop()
 
     async def ask() -> float:
@@ -122,6 +123,22 @@ async def test_the_service_answers_with_latency_and_ends_with_its_user() -> None
     with pytest.raises(aiohttp.ClientConnectionError):
         async with aiohttp.ClientSession(url) as again:
             await again.get("/search")
+
+
+async def test_the_service_ends_when_its_user_is_gone() -> None:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, search_agent.__file__, "serve", stdin=pipe, stdout=pipe, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert (await process.stdout.readline()).startswith(b"http://127.0.0.1:")
+        process.stdin.close()
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 # -- the agent

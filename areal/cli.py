@@ -185,6 +185,8 @@ def _explain(error: BaseException) -> Iterator[str]:
     if error.__cause__ is None:
         return
     cause = root_cause(error.__cause__)
+    if cause is error:
+        return
     if isinstance(cause, ArealError | OSError | TimeoutError):
         first, *more = _explain(cause)
         yield from (f"because of {first}", *more)

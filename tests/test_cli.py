@@ -276,3 +276,9 @@ def test_the_module_can_be_run():
 def test_docs_settings_md_is_current():
     page = Path(__file__).parents[1] / "docs" / "settings.md"
     assert page.read_text() == markdown(), "run: python -m areal config --markdown > docs/settings.md"
+
+
+def test_an_error_that_was_raised_from_its_own_group_is_shown_once() -> None:
+    error = TooManyFailures("3 episodes failed")
+    error.__cause__ = ExceptionGroup("unhandled errors in a TaskGroup", [error])
+    assert describe(error) == "TooManyFailures: 3 episodes failed"

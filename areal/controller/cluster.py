@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -32,7 +34,7 @@ from areal.workers.trainer.launcher import start_trainer
 log = logging.getLogger("areal")
 
 STOP_S = 1.0
-"""Seconds that servers and ranks have to end by themselves when a run stops; then they are killed."""
+"""Seconds that servers have to end by themselves when a run stops; then they are killed."""
 
 
 def model_folder(path: str) -> Path:
@@ -94,7 +96,8 @@ class Cluster:
         try:
             return await self._start()
         except BaseExceptionGroup as failures:  # of the parts that start side by side
-            raise root_cause(failures) from failures
+            cause = root_cause(failures)
+            raise cause from cause.__cause__
 
     async def _start(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -127,7 +130,7 @@ class Cluster:
                 self.config,
                 self.fleet,
                 self.trainer,
-                Path(self.config.weights.folder or self.folder / "weights"),
+                self._weights_folder(),
                 origin=self.origin,
                 probe=probe_ids(self._architecture.vocab),
                 held=lambda: self.held,
@@ -135,6 +138,7 @@ class Cluster:
             )
             background = await stack.enter_async_context(asyncio.TaskGroup())
             background.create_task(self.fleet.run(), name="fleet")
+            stack.push_async_callback(asyncio.to_thread, shutil.rmtree, self._weights_folder(), ignore_errors=True)
             stack.push_async_callback(self.fleet.close)
             if not own:
                 stack.push_async_callback(self.weights.close)
@@ -216,7 +220,15 @@ class Cluster:
         return str(child.error(f"ended with code {code}"))
 
     async def _stop_children(self) -> None:
-        await asyncio.gather(*(child.stop(STOP_S) for child in self._children.values()), return_exceptions=True)
+        stops = (child.stop(STOP_S) for child in self._children.values())
+        for result in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.warning("%s", result)
+
+    def _weights_folder(self) -> Path:
+        """Its own for each run and process, absolute: a server that areal did not start has another working folder."""
+        chosen = self.config.weights.folder
+        return (Path(chosen, f"{self.origin}-{os.getpid()}") if chosen else self.folder / "weights").absolute()
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -26,7 +26,7 @@ from areal.agents.episode import Episode
 from areal.algorithms.batching import build_request, learning_rate
 from areal.config import Config
 from areal.controller.cluster import Cluster
-from areal.controller.facts import Completed, Dropped, Fact, Finished, Trained
+from areal.controller.facts import Admitted, Completed, Dropped, Fact, Finished, Trained
 from areal.controller.ledger import Ledger
 from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, attempt, name_of
 from areal.controller.scheduler import Scheduler, SchedulerSettings
@@ -36,7 +36,7 @@ from areal.data import Tasks, check, evaluation_tasks
 from areal.errors import ArealError, TooManyFailures, root_cause
 from areal.metrics import Metrics, StepReport, staleness_of
 from areal.run import RunFolder
-from areal.types import Batch, EpisodeRecord, Group, Sampling, Task, TrainStats
+from areal.types import Batch, EpisodeRecord, Group, Sampling, Task, TrainRequest, TrainStats
 from areal.view import open_view
 
 log = logging.getLogger("areal")
@@ -82,7 +82,11 @@ class Controller:
         self._stack = AsyncExitStack()
         self._changed = Signal()
         self._trained_tokens = 0
-        self._train_s = 0.0
+        self._train_s = self._still_s = 0.0
+        self._rollouts = 0
+        self._trains = False
+        self._tasks: Tasks | None = None
+        self._request: TrainRequest | None = None
         self._gap_max = math.nan
         self._success: dict[str, float] = {}
         self._last_success = math.nan
@@ -92,6 +96,10 @@ class Controller:
         config = self.config
         self.scheduler = Scheduler(SchedulerSettings.from_config(config), self._record)
         await asyncio.to_thread(Cluster.check, config)
+        if config.data.train:
+            self._tasks = await asyncio.to_thread(Tasks, None, config)
+        if config.data.evaluation:
+            await asyncio.to_thread(evaluation_tasks, config)
         self.folder = await asyncio.to_thread(RunFolder.create, config)
         async with AsyncExitStack() as stack:
             stack.enter_context(self._log_file())
@@ -124,24 +132,32 @@ class Controller:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        if isinstance(error, asyncio.CancelledError):
+            step = self.folder.checkpointed
+            checkpoint = self.folder.checkpoint(step) if step is not None else None
+            error.add_note(f"go on with: model.path={checkpoint}" if checkpoint else "no checkpoint was written")
         try:
             return await self._stack.__aexit__(kind, error, trace)
         except BaseExceptionGroup as failures:  # a TaskGroup wraps whatever passes through it
             cause = root_cause(failures)
-            if cause is error:
+            if cause is error or any(failure is error for failure in failures.exceptions):
                 return False
-            raise cause from failures
+            raise cause from cause.__cause__
 
     @contextmanager
     def _log_file(self) -> Iterator[None]:
         """What areal logs, this run's folder has, whatever the program does with its own logging."""
         handler = logging.FileHandler(self.folder.logs / "controller.log", delay=True)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        level = log.level
         log.addHandler(handler)
+        if log.getEffectiveLevel() > logging.INFO:
+            log.setLevel(logging.INFO)
         try:
             yield
         finally:
             log.removeHandler(handler)
+            log.setLevel(level)
             handler.close()
 
     # -- the main loop
@@ -152,7 +168,10 @@ class Controller:
         tasks: rows for the agent; None takes `data.train`. Raises what ended the run early: an agent's own error
         after too many failures, Stalled, TrainerError, PublishError, ProcessError.
         """
-        source = await asyncio.to_thread(Tasks, tasks, self.config)
+        if self._trains:
+            raise ArealError("a Controller trains once; start another with model.path=<checkpoint>")
+        self._trains = True
+        source = self._tasks if tasks is None and self._tasks else await asyncio.to_thread(Tasks, tasks, self.config)
         self._last_step, self._fleet_stats = asyncio.get_running_loop().time(), self.cluster.fleet.stats()
         try:
             async with asyncio.TaskGroup() as loops:
@@ -170,15 +189,15 @@ class Controller:
                     self._report(batch, stats, published)
                 for task in background:
                     task.cancel()
-        except asyncio.CancelledError as stopped:
-            with suppress(ArealError, TimeoutError):
+        except asyncio.CancelledError:
+            with suppress(ArealError, TimeoutError, OSError):
                 async with asyncio.timeout(CHECKPOINT_ON_STOP_S):
+                    await self._end_step()
                     await self._checkpoint()
-            if (step := self.folder.checkpointed) is not None:
-                stopped.add_note(f"go on with: model.path={self.folder.checkpoint(step)}")
             raise
         except BaseExceptionGroup as failures:
-            raise root_cause(failures) from failures
+            cause = root_cause(failures)
+            raise cause from cause.__cause__
         await self._checkpoint()
 
     async def _next_batch(self) -> Batch | None:
@@ -196,7 +215,6 @@ class Controller:
         return Batch(formed.batch, formed.from_version, tuple(groups))
 
     async def _train_step(self, batch: Batch) -> TrainStats:
-        self.cluster.held = None
         request = await asyncio.to_thread(
             build_request,
             batch,
@@ -206,19 +224,28 @@ class Controller:
             ranks=self.cluster.trainer.data_parallel,
             seed=self.config.seed,
         )
+        self._request, self.cluster.held = request, None
         stats = await self.cluster.trainer.train(request)
-        self.cluster.held = stats.version
+        self._request, self.cluster.held = None, stats.version
         return stats
+
+    async def _end_step(self) -> None:
+        """After a stop in mid-step: the ranks finish it all the same, and a repeat gets their answer (I4)."""
+        if self._request is not None:
+            stats = await self.cluster.trainer.train(self._request)
+            self.scheduler.trained(self._request.batch_id)
+            self._request, self.cluster.held = None, stats.version
 
     async def _checkpoint(self) -> None:
         version = self.scheduler.state.version
-        if self.folder.checkpointed == version:
+        last = self.scheduler.state.checkpoint
+        if last is not None and last.version == version:
             return
         path = self.folder.checkpoint(version)
         await self.cluster.trainer.export(str(path))
         self.scheduler.checkpointed(version, path.name)
         await self.ledger.barrier()
-        self.folder.prune()
+        await asyncio.to_thread(self.folder.prune)
 
     # -- outside training
 
@@ -245,20 +272,35 @@ class Controller:
                 if isinstance(outcome, EpisodeRecord):
                     rewards.setdefault(task["id"], []).append(outcome.reward)
                     return
+                if (me := asyncio.current_task()) and me.cancelling():
+                    raise asyncio.CancelledError  # the agent made another error of it
                 if not left:
                     failures.append(outcome)
+                    log.warning("evaluation of task %s failed: %s", task["id"], outcome.summary)
             if len(failures) > self.config.max_failures:
                 raise TooManyFailures(f"{len(failures)} evaluation episodes failed; the last:\n{failures[-1].message}")
 
         # As many at once as training would run: more would only wait at the servers, on their deadlines.
         room = asyncio.Semaphore(self.config.servers.max_running * len(self.cluster.fleet.servers))
-        async with asyncio.TaskGroup() as episodes:
-            for index, task in enumerate(rows):
-                await room.acquire()
-                episodes.create_task(one(index, task)).add_done_callback(lambda _: room.release())
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                for index, task in enumerate(rows):
+                    await room.acquire()
+                    episodes.create_task(one(index, task)).add_done_callback(lambda _: room.release())
+        except BaseExceptionGroup as group:
+            cause = root_cause(group)
+            raise cause from cause.__cause__
         result = Evaluation(rewards, len(failures))
         kind = "greedy" if greedy else "sampled"
-        log.info("evaluated %d tasks, %s: success %.3f, mean reward %.3f", len(rows), kind, result.success, result.mean)
+        failed = f", {result.failed} failed" if result.failed else ""
+        log.info(
+            "evaluated %d tasks%s, %s: success %.3f, mean reward %.3f",
+            len(rows),
+            failed,
+            kind,
+            result.success,
+            result.mean,
+        )
         if label:
             self._success[label] = result.success
         if not greedy:
@@ -267,7 +309,8 @@ class Controller:
 
     async def rollout(self, agent: Agent, task: Task, *, greedy: bool = False) -> EpisodeRecord:
         """One episode on the current weights, not trained on. Raises what the agent raised."""
-        outcome = await self._attempt(agent, 0, task, greedy)
+        self._rollouts += 1
+        outcome = await self._attempt(agent, self._rollouts, task, greedy)
         if isinstance(outcome, Failure):
             raise outcome.error
         return outcome
@@ -289,8 +332,8 @@ class Controller:
         self.ledger.append(fact, record)
         if isinstance(fact, Dropped):
             self._rollout.drop(fact.group)
-        if isinstance(fact, Completed | Trained):
-            self._watchdog.progress()
+        if isinstance(fact, Completed | Trained) or (isinstance(fact, Admitted) and not self._rollout.running):
+            self._watchdog.progress()  # the first group after an idle time begins a new wait
         self._changed.notify()
 
     def _describe(self) -> list[str]:
@@ -305,6 +348,7 @@ class Controller:
         seconds, self._last_step = loop_time - self._last_step, loop_time
         before, self._fleet_stats = self._fleet_stats, self.cluster.fleet.stats()
         self._train_s += seconds
+        self._still_s += self._fleet_stats.still_s - before.still_s
         self._trained_tokens += stats.tokens
         self._gap_max = float(np.fmax(self._gap_max, stats.logprob_gap_max))
         ages = staleness_of(batch)
@@ -347,7 +391,7 @@ class Controller:
             },
             "tokens_generated": fleet.tokens if fleet else 0,
             "tokens_trained": self._trained_tokens,
-            "weights_pause_share": fleet.still_s / self._train_s if fleet and self._train_s else 0.0,
+            "weights_pause_share": self._still_s / self._train_s if self._train_s else 0.0,
             "logprob_gap_max": self._gap_max,
         }
         await asyncio.to_thread(self.folder.write_summary, summary)

@@ -20,7 +20,7 @@ from areal.agents.episode import Episode
 from areal.controller.ledger import Ledger
 from areal.controller.scheduler import Scheduler, Verdict
 from areal.data import Tasks
-from areal.errors import DataError, EpisodeError, ServerError, TooManyFailures
+from areal.errors import DataError, DeadlineExceeded, EpisodeError, ServerError, TooManyFailures
 from areal.types import NOT_SAMPLED, EpisodeRecord, Task
 
 log = logging.getLogger("areal")
@@ -73,7 +73,8 @@ async def attempt(agent: Agent, episode: Episode, task: Task, timeout_s: float) 
         return episode.finish(reward, loop.time() - start)
     except TimeoutError as error:
         if deadline.expired():
-            return Failure("timeout", f"no reward after episode.timeout_s={timeout_s:g}: {episode.state}", error)
+            message = f"no reward after episode.timeout_s={timeout_s:g}: {episode.state}"
+            return Failure("timeout", message, DeadlineExceeded(message))
         return Failure("agent", _traceback(error), error)
     except ServerError as error:
         return Failure("server", str(error), error)
@@ -187,6 +188,8 @@ class RolloutLoop:
                 if verdict is Verdict.DROPPED:  # while this member was on its way to its end
                     self.finished.pop(number, None)
                 return
+            if (me := asyncio.current_task()) and me.cancelling():
+                raise asyncio.CancelledError  # the agent made another error of it
             log.warning("episode %d.%d (task %s) failed: %s", number, member, task["id"], outcome.summary)
             verdict = self._scheduler.failed(number, member, outcome.kind, outcome.message)
             if verdict is Verdict.END_RUN:

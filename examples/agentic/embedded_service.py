@@ -6,7 +6,9 @@
     POST /rate  {"id": "...", "rating": 0.7}   -> 204
 
 Each question is a task, each draft an episode of its group, and the user's rating its reward: the agent simply
-awaits it. The Controller lives inside this program's event loop, beside the web server.
+awaits it. The Controller lives inside this program's event loop, beside the web server. At most
+(staleness.max + 1) x train.batch_groups questions are out at a time; one that nobody rates in episode.timeout_s is
+dropped and makes room.
 """
 
 import asyncio
@@ -14,7 +16,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from areal import Config, Controller, Episode, Message, Task, launch
+from areal import Config, Controller, Episode, EpisodeError, Message, Task, launch
 
 DEFAULTS = {
     "name": "service",
@@ -22,9 +24,11 @@ DEFAULTS = {
     "group.min_members": 2,
     "train.batch_groups": 4,
     "train.minibatches": 1,
-    "watchdog_s": 4000,
-    "episode.timeout_s": 3600,  # a user may take an hour to rate; later the question is dropped, not scored
+    "train.steps": 1_000_000,  # for as long as it is asked
+    "staleness.max": 8,
+    "episode.timeout_s": 300,  # a user may take five minutes to rate; later the question is dropped, not scored
     "episode.retries": 0,  # a draft that nobody rated is not written again
+    "max_failures": 1_000_000,  # a user who does not rate is no reason to end the service
     "view": "plain",
 }
 
@@ -44,6 +48,8 @@ class Service:
 
     async def agent(self, episode: Episode, task: Task) -> float:
         reply = await episode.chat([{"role": "user", "content": task["question"]}])
+        if task["id"] not in self.answers:
+            raise EpisodeError("the user has gone")
         draft = f"{task['id']}.{episode.member}"
         rating = self.ratings[draft] = asyncio.get_running_loop().create_future()
         try:
@@ -61,13 +67,14 @@ class Service:
         answers = self.answers[task["id"]] = asyncio.Queue()
         try:
             self.questions.put_nowait(task)
-        except asyncio.QueueFull:
-            raise web.HTTPServiceUnavailable(text="too many unrated questions; try again later") from None
-        try:
             async with asyncio.timeout(60):
                 return web.json_response({"drafts": [await answers.get() for _ in range(self.drafts)]})
+        except asyncio.QueueFull:
+            raise web.HTTPServiceUnavailable(text="too many unrated questions; try again later") from None
         except TimeoutError:
             raise web.HTTPGatewayTimeout(text="the model did not answer within 60 s") from None
+        finally:
+            del self.answers[task["id"]]
 
     async def rate(self, request: web.Request) -> web.Response:
         body = await _json(request)
@@ -97,7 +104,7 @@ async def _json(request: web.Request) -> Message:
 
 async def serve(config: Config, port: int = 8080) -> None:
     service = Service(config)
-    runner = web.AppRunner(service.app())
+    runner = web.AppRunner(service.app(), shutdown_timeout=1.0)
     async with Controller(config) as controller:
         await runner.setup()
         try:

@@ -228,6 +228,29 @@ async def test_i9_a_timeout_inside_the_agent_is_the_agents_failure_not_the_deadl
     assert [f.kind for f in world.of(Failed)] == ["agent"]
 
 
+async def test_an_agent_that_makes_an_error_of_its_cancellation_is_not_run_again(world: World) -> None:
+    started = []
+
+    async def agent(episode: Episode, task: Task) -> float:
+        started.append(task["id"])
+        try:
+            await asyncio.Event().wait()
+        except BaseException as error:
+            raise RuntimeError("cleaning up") from error
+        return 1.0
+
+    run = asyncio.create_task(world.run(agent, tasks(100)))
+    await asyncio.sleep(0.1)
+    assert len(started) == 12
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(1):
+            await run
+    assert len(started) == 12
+    assert not world.of(Failed)
+    assert not world.loop.running
+
+
 async def test_a_live_stream_without_questions_is_idle_and_not_a_stall(world: World) -> None:
     async def questions() -> AsyncIterator[Task]:
         yield {"id": "only"}

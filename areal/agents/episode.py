@@ -139,7 +139,7 @@ class Episode:
         others begin a new one. Raises ContextOverflow."""
         given = np.asarray(input_ids)
         ids = given.astype(np.int32)  # a copy: the caller may go on writing into its array
-        if ids.ndim != 1 or not len(ids) or not np.array_equal(ids, given):
+        if ids.ndim != 1 or not len(ids) or (given.dtype != np.int32 and not np.array_equal(ids, given)):
             raise EpisodeError(f"episode.generate needs a flat, non-empty list of token ids, not {input_ids!r}")
         prompt = self._transcript.extend_ids(ids)
         completion = await self._complete(ids, max_new_tokens)

@@ -220,12 +220,13 @@ def _trajectory(leaf: Turn, counted: set[Turn]) -> Trajectory:
     ids = np.empty(length, dtype=np.int32)
     mask = np.zeros(length, dtype=np.bool_)
     logprobs = np.zeros(length, dtype=np.float32)
-    versions = np.full(length, NOT_SAMPLED, dtype=np.int32)
+    versions = np.empty(length, dtype=np.int32)
     start = 0
     for turn in path:
         middle = start + len(turn.prompt)
         end = middle + len(turn.sampled)
         ids[start:middle] = turn.prompt
+        versions[start:middle] = NOT_SAMPLED
         ids[middle:end] = turn.sampled
         logprobs[middle:end] = turn.logprobs
         versions[middle:end] = turn.versions

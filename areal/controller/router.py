@@ -95,6 +95,9 @@ class Router:
         While some load weights, an open server takes no more than its share of all calls: else the first one to open
         would get every interrupted call, and the others none.
         """
+        if len(self._servers) == 1:  # the common case on one machine, and this is on the path of every call
+            (only,) = self._servers
+            return only if only.state == "open" and not only.doubtful else None
         servers = [s for s in self._servers if s.state == "open" and not s.doubtful]
         loading = sum(s.state == "closed" for s in self._servers)
         if loading and servers:

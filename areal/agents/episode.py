@@ -16,8 +16,7 @@ import dataclasses
 import math
 import numbers
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -156,13 +155,14 @@ class Episode:
         tasks = [asyncio.create_task(self._run_tool(call), name=f"tool {call['function']['name']}") for call in calls]
         if not tasks:
             return []
+        wait = self._begin_wait("tool " + ", ".join(call["function"]["name"] or "?" for call in calls))
         try:
-            with self._waiting("tool " + ", ".join(call["function"]["name"] or "?" for call in calls)):
-                _, late = await asyncio.wait(tasks, timeout=self.tool_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-                if late:
-                    self._cancel(late)
-                    await asyncio.wait(late, timeout=_CLEANUP_S)
+            _, late = await asyncio.wait(tasks, timeout=self.tool_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            if late:
+                self._cancel(late)
+                await asyncio.wait(late, timeout=_CLEANUP_S)
         finally:
+            self._end_wait(wait)
             self._cancel(task for task in tasks if not task.done())
         for call, task in zip(calls, tasks, strict=True):
             if task not in late and task.cancelled():  # not by us: it must not look as if the episode was cancelled
@@ -221,8 +221,11 @@ class Episode:
         sampling = self._sampling
         if (limit := min(wanted, room)) != sampling.max_new_tokens:
             sampling = dataclasses.replace(sampling, max_new_tokens=limit)
-        with self._waiting(f"the model on turn {self.turns + 1}"):
+        wait = self._begin_wait(f"the model on turn {self.turns + 1}")
+        try:
             completion = await self._generate(ids, sampling, key=self._key)
+        finally:
+            self._end_wait(wait)
         self.turns += 1
         return completion
 
@@ -268,13 +271,11 @@ class Episode:
                 raise EpisodeError(f"two tools are called {each.name!r}")
         return known
 
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        entry = (what, loop.time())
-        self._waits.append(entry)
-        try:
-            yield
-        finally:
-            self._waits.remove(entry)
-            self._since = loop.time()
+    def _begin_wait(self, what: str) -> tuple[str, float]:
+        wait = (what, asyncio.get_running_loop().time())
+        self._waits.append(wait)
+        return wait
+
+    def _end_wait(self, wait: tuple[str, float]) -> None:
+        self._waits.remove(wait)
+        self._since = asyncio.get_running_loop().time()

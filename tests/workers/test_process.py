@@ -27,7 +27,7 @@ setsid sh -c 'trap "" TERM; echo $$ > {folder}/other-session; sleep 300; sleep 3
 setsid sh -c '(trap "" TERM; sh -c "echo \\$PPID > {folder}/orphan"; sleep 300) & exit' &
 wait
 """
-"""A shell script that leaves processes in its own group, in another session, and without a living parent."""
+"""A shell script that leaves processes in its own group, in a new one with setsid, and without a living parent."""
 NAMES = ("main", "same-group", "other-session", "orphan")
 
 

@@ -163,17 +163,13 @@ class Fleet:
         timeout = self._settings.request_timeout_s
         server = self._router.place(call) or await self._router.wait(call, timeout)
         assert self._tasks
-        loop = asyncio.get_running_loop()
-        call.answer = loop.create_future()
+        call.answer = asyncio.get_running_loop().create_future()
         call.task = self._tasks.create_task(self._post(call, server, ids, sampling))
-        timer = loop.call_later(timeout, self._end_later, call, "timeout")
         try:
             piece = await call.answer
         except asyncio.CancelledError:
-            self._end_later(call, "cancel")
+            self._end_later([call], "cancel")
             raise
-        finally:
-            timer.cancel()
         url = server.client.url
         if piece is None:  # its socket was closed
             if call.end == "timeout" and server.answered < call.since:
@@ -211,9 +207,23 @@ class Fleet:
             if call.answer and not call.answer.done():
                 call.answer.set_result(answer)
 
-    def _end_later(self, call: Call, end: End) -> None:
+    async def _time_out(self) -> None:
+        """End each call that has been on its server for servers.request_timeout_s. One timer serves all: whoever gets
+        a place while it runs is not due before its next turn."""
+        loop = asyncio.get_running_loop()
+        timeout = self._settings.request_timeout_s
+        while True:
+            now = loop.time()
+            calls = [call for server in self.servers for call in server.calls.values() if not call.end]
+            late = [call for call in calls if call.since + timeout <= now]
+            if late:
+                self._end_later(late, "timeout")
+            first = min((call.since for call in calls if call.since + timeout > now), default=now)
+            await asyncio.sleep(first + timeout - now)
+
+    def _end_later(self, calls: Sequence[Call], end: End) -> None:
         assert self._tasks
-        self._tasks.create_task(self._end([call], end))
+        self._tasks.create_task(self._end(calls, end))
 
     async def _end(self, calls: Sequence[Call], end: End, everything: Server | None = None) -> None:
         """Abort; after ABORT_GRACE_S close the socket of what has not come back. `everything`: the server on which
@@ -313,6 +323,7 @@ class Fleet:
                 self._tasks = tasks
                 self._started.set()
                 watchers = [tasks.create_task(self._watch(s.index), name=f"server-{s.index}") for s in self.servers]
+                watchers.append(tasks.create_task(self._time_out(), name="time-outs"))
                 try:
                     await self._closing.wait()
                 finally:

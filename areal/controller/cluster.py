@@ -26,7 +26,7 @@ from areal.types import Sampling
 from areal.workers.placement import place
 from areal.workers.process import Child, check_port, free_port
 from areal.workers.protocols import ServerClient, TrainerClient
-from areal.workers.rollout.client import SGLangClient, make_label, open_session
+from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label, open_session
 from areal.workers.rollout.launcher import check_model, launch_server, wait_ready
 from areal.workers.trainer.architecture import Architecture
 from areal.workers.trainer.launcher import start_trainer
@@ -104,6 +104,7 @@ class Cluster:
             model = await asyncio.to_thread(model_folder, self.config.model.path)
             self._model = model
             self._architecture = Architecture.read(model)
+            self._context = self.config.model.context_length or self._architecture.context
             self._placement = place(self.config)
             self._session = await stack.enter_async_context(open_session())
             stack.push_async_callback(self._stop_children)
@@ -157,7 +158,7 @@ class Cluster:
             generate=self.fleet.generate,
             template=self._template,
             sampling=sampling,
-            context_length=self.config.model.context_length or self._architecture.context,
+            context_length=self._context - UNUSABLE_TOKENS,
             tool_timeout_s=self.config.episode.tool_timeout_s,
             group=group,
             member=member,
@@ -199,6 +200,11 @@ class Cluster:
         client = self._client(url)
         if not await client.healthy():
             raise ConfigError(f"servers.urls: {url} does not answer its health check; start it, or correct the address")
+        if (length := (await client.info()).context_length) < self._context:
+            raise ConfigError(
+                f"servers.urls: {url} has a context of {length} tokens, the run one of {self._context}: start it with "
+                "--context-length, or lower model.context_length"
+            )
         return client
 
     def _client(self, url: str) -> ServerClient:

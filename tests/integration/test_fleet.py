@@ -16,7 +16,7 @@ from areal.config import Config
 from areal.controller.fleet import Fleet
 from areal.errors import ServerError
 from areal.types import Completion, Floats, Ints, Sampling
-from areal.workers.rollout.client import SGLangClient, make_label
+from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label
 from tests import models
 from tests.integration.conftest import ORIGIN, Server
 
@@ -112,6 +112,15 @@ async def test_score(sglang_server: Server) -> None:
         ids = prompt(80)
         scored = await fleet.servers[0].client.score(ids)
         assert np.abs(scored - reference(sglang_server.model, ids)).max() < TOLERANCE
+
+
+async def test_the_longest_prompt_that_an_episode_may_have(sglang_server: Server) -> None:
+    async with fleet_of(sglang_server) as fleet:
+        longest = models.CONTEXT_LENGTH - UNUSABLE_TOKENS - 1
+        completion = await fleet.generate(prompt(longest), Sampling(1), key="e")
+        assert len(completion.output_ids) == 1
+        with pytest.raises(ServerError, match=f"exceeds the maximum allowed length.*{longest + 1}"):
+            await fleet.generate(prompt(longest + 1), Sampling(1), key="e")
 
 
 async def test_i6_calls_that_new_weights_interrupt(sglang_server: Server, other_qwen3: Path) -> None:

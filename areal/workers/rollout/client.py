@@ -33,6 +33,8 @@ KEEPALIVE_S = 3.0
 FLUSH_WAIT_S = 1.0
 """How long the server itself waits to become idle, in one /flush_cache call."""
 FLUSH_PAUSE_S = 0.05
+UNUSABLE_TOKENS = 6
+"""Tokens of its context that SGLang leaves free: it refuses a prompt that would use them (also one that continues)."""
 
 
 def make_label(origin: str, version: int) -> str:

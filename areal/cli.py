@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from pydantic.fields import FieldInfo
 
 from areal.config import SETTINGS, Config
 from areal.errors import ArealError, ConfigError, Stalled, root_cause
+from areal.run import RunFolder
 from areal.view import PlainView, View
 
 STOP_S = 10.0
@@ -39,15 +41,20 @@ def launch(
 ) -> NoReturn:
     """Run `main(config)` as this process's program and exit.
 
-    The config comes from `defaults` (dotted keys) and the command line: `[FILE.toml ...] [key=value ...]`.
+    The config comes from `defaults` (dotted keys) and the command line: `[FILE.toml ...] [key=value ...]`, or
+    `--resume RUN [key=value ...]` to go on with a run (what `areal resume RUN` starts).
     Exit codes: 0 done; 1 failed; 2 a setting or the data is wrong; 3 stalled; 128 + n stopped by signal n (Ctrl-C 130).
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(_program_help(defaults or {}))
         sys.exit(0)
+    command = (sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1])
     try:
-        config = Config.load(arguments, defaults)
+        if arguments[:1] == ["--resume"] and len(arguments) > 1:
+            config = Config.resume(arguments[1], arguments[2:], command)
+        else:
+            config = Config.load(arguments, defaults, command)
     except ArealError as error:
         print(describe(error), file=sys.stderr)
         sys.exit(exit_code(error))
@@ -206,7 +213,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     config.add_argument("settings", nargs="*", metavar="FILE.toml or key=value", help="files first, key=value wins")
     config.add_argument("--markdown", action="store_true", help="print the page docs/settings.md instead")
+    resume = commands.add_parser(
+        "resume",
+        help="go on with a run that was stopped or killed",
+        description="Start the program of the run again from its last checkpoint: the steps after it are repeated with "
+        "their recorded batches, finished episodes are kept, unfinished ones go on. Some settings may change.",
+    )
+    resume.add_argument("run", help="the folder of the run, such as runs/latest")
+    resume.add_argument("changes", nargs="*", metavar="key=value", help="settings that change")
+    again = commands.add_parser(
+        "replay",
+        help="decide a recorded run again and compare",
+        description="Take every decision that the ledger has with the code of today, and show the first that differs. "
+        "Exit code 0: none does; 1: one does, or the ledger cannot be read. Also while the run goes on.",
+    )
+    again.add_argument("run", help="the folder of the run, such as runs/latest")
+    look = commands.add_parser(
+        "inspect",
+        help="show a run, one group, or one episode token by token",
+        description="Show what the ledger has: counts of the run, or all of one group or episode. It changes nothing, "
+        "and works while the run goes on.",
+    )
+    look.add_argument("run", help="the folder of the run, such as runs/latest")
+    which = look.add_mutually_exclusive_group()
+    which.add_argument("--group", metavar="NUMBER", help="one group: members, rewards, advantages, failures, fate")
+    which.add_argument("--episode", metavar="GROUP.MEMBER", help="one episode, token by token")
     options = parser.parse_args(arguments)
+    if options.command in ("replay", "inspect"):
+        return _look(options)
+    if options.command == "resume":
+        return _resume(options.run, options.changes)
     if options.markdown and options.settings:
         config.error("--markdown describes all settings and takes none")
     try:
@@ -215,6 +251,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(describe(error), file=sys.stderr)
         return exit_code(error)
     return 0
+
+
+def _look(options: argparse.Namespace) -> int:
+    """`replay` and `inspect`: they read a run folder and print."""
+    from areal import inspection, replay
+
+    folder = RunFolder(Path(options.run))
+    try:
+        if options.command == "replay":
+            count, difference = replay.replay_run(folder)
+            print(difference or f"{count} facts, no difference", flush=True)
+            return int(difference is not None)
+        inspection.show(inspection.inspect(folder, group=options.group, episode=options.episode))
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ArealError as error:
+        print(describe(error), file=sys.stderr)
+        return exit_code(error)
+    return 0
+
+
+def _resume(run: str, changes: Sequence[str]) -> int:
+    """Replaces this process by the run's program; returns only an exit code of failure."""
+    folder = Path(run).resolve()
+    try:
+        Config.resume(folder, changes)  # a wrong change is told before the program starts
+        try:
+            saved = json.loads((folder / "command.json").read_bytes())
+            os.chdir(saved["folder"])
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{run} does not say which program it was of (no command.json, or its folder is gone): in that "
+                "program, use Controller(Config.resume(RUN))"
+            ) from None
+    except ArealError as error:
+        print(describe(error), file=sys.stderr)
+        return exit_code(error)
+    os.execv(saved["command"][0], [*saved["command"], "--resume", str(folder), *changes])
 
 
 def _program_help(defaults: Mapping[str, Any]) -> str:

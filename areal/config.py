@@ -229,11 +229,23 @@ class Config(Section):
     metrics: Metrics = Metrics()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _run: Path | None = PrivateAttr(default=None)
+    _command: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def origins(self) -> Mapping[str, str]:
         """Dotted key -> where the value came from ("default" is left out)."""
         return self._origins
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that goes on with these settings; None for a new run."""
+        return self._run
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The program that was started with these settings; () when areal does not know."""
+        return self._command
 
     @model_validator(mode="wrap")
     @classmethod
@@ -250,14 +262,21 @@ class Config(Section):
         return config
 
     @classmethod
-    def load(cls, arguments: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Config:
+    def load(
+        cls,
+        arguments: Sequence[str] = (),
+        defaults: Mapping[str, Any] | None = None,
+        command: Sequence[str] = (),
+    ) -> Config:
         """Build a Config from `[FILE.toml ...] key.sub=value ...`.
 
-        defaults: the program's own values by dotted key; files and arguments override them.
+        defaults: the program's own values by dotted key; files and arguments override them. command: the program, for
+        `areal resume`.
         Raises ConfigError for an unknown key, a wrong type, a conflict or an unreadable file.
         """
         values: dict[str, tuple[Any, str]] = {}
-        pairs = [argument.partition("=") for argument in arguments]
+        files = {argument for argument in arguments if argument.endswith(".toml") and Path(argument).is_file()}
+        pairs = [(a, "", "") if a in files else a.partition("=") for a in arguments]  # a path may have a "=" in it
         for key, value in _flatten(defaults or {}):
             values[_known(key, "program")] = value, "program"
         for path in (key for key, equals, _ in pairs if not equals):
@@ -270,7 +289,33 @@ class Config(Section):
         for key, (value, _) in values.items():
             section, _, leaf = key.rpartition(".")
             (tree.setdefault(section, {}) if section else tree)[leaf] = value
-        return cls.model_validate(tree, context={"origins": {key: origin for key, (_, origin) in values.items()}})
+        config = cls.model_validate(tree, context={"origins": {key: origin for key, (_, origin) in values.items()}})
+        config._command = tuple(command)
+        return config
+
+    @classmethod
+    def resume(cls, folder: Path | str, changes: Sequence[str] = (), command: Sequence[str] = ()) -> Config:
+        """The settings of the run in `folder`, with `key=value` changes, for a Controller that goes on with it.
+
+        Raises ConfigError when the folder has no run, and for a setting that shaped what has happened already (see
+        CHANGEABLE).
+        """
+        path = Path(folder).resolve()  # `latest` is a link that moves
+        if not (path / "ledger" / "ledger.db").exists():
+            raise ConfigError(f"{folder} is not the folder of a run that began: it has no ledger; look into runs/")
+        saved = _flatten(_read_toml(str(path / "config.toml")))
+        chosen = {key: value for key, value in saved if key not in SETTINGS or value != SETTINGS[key].default}
+        old, new = cls.load((), chosen), cls.load(changes, chosen)
+        for key in SETTINGS:
+            if old[key] != new[key] and not key.startswith(CHANGEABLE):
+                raise ConfigError(
+                    f"{key}={_toml(new[key], key)}: the run in {folder} has {_toml(old[key], key)}, and what "
+                    f"happened in it depends on that; start a new run with model.path=<its checkpoint>, or change only "
+                    f"{', '.join(CHANGEABLE)}"
+                )
+        new._run = path
+        new._command = tuple(command)
+        return new
 
     def __eq__(self, other: object) -> bool:
         """Equal values; where they came from does not count."""
@@ -305,6 +350,26 @@ def _settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 
 SETTINGS: Mapping[str, FieldInfo] = dict(_settings(Config))
 """Dotted key -> pydantic's field (default, description, annotation), in the order of this file."""
+
+CHANGEABLE = (
+    "checkpoint.",
+    "data.epochs",
+    "episode.",
+    "max_failures",
+    "metrics.",
+    "model.context_length",
+    "placement.servers",
+    "sampling.max_new_tokens",
+    "servers.",
+    "train.microbatch_tokens",
+    "train.steps",
+    "trainer.start_timeout_s",
+    "trainer.timeout_s",
+    "view",
+    "watchdog_s",
+    "weights.",
+)
+"""The settings, or sections, that may change when a run goes on."""
 
 _NOT_SAMPLABLE = {"top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 

@@ -12,7 +12,7 @@ file and the line, before anything starts.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -94,8 +94,7 @@ class Tasks:
         """The next task and its position."""
         position = self.position
         if self._rows is None:
-            row = await self._next_of_stream()
-            task = {**row, "id": _id(row, f"task {position} of the stream")}
+            task = self._named(await self._next_of_stream(), position)
         else:
             if self._epochs and position >= self._epochs * len(self._rows):
                 raise StopAsyncIteration
@@ -110,14 +109,25 @@ class Tasks:
         epoch, index = divmod(position, len(self._rows))
         return self._rows[self._epoch_order(epoch)[index]]
 
-    def seek(self, position: int) -> None:
-        """Let the next task be the one at `position` >= 0. Of an iterable the tasks before it are read and thrown away
-        (DataError when it ends before); an async stream goes on with whatever comes, and only the count is kept."""
-        if isinstance(self._stream, Iterator):
+    def seek(self, position: int, again: Collection[int] = ()) -> dict[int, Task]:
+        """Let the next task be the one at `position` >= 0; returns those of the positions `again` before it that can
+        still be had. Of an iterable the tasks before `position` are read once more (DataError when it ends before); an
+        async stream goes on with whatever comes, only the count is kept, and nothing is had again."""
+        found: dict[int, Task] = {}
+        if self._rows is not None:
+            found = {earlier: self.at(earlier) for earlier in again}
+        elif isinstance(self._stream, Iterator):
             for past in range(self.position, position):
-                if next(self._stream, None) is None:
+                row = next(self._stream, None)
+                if row is None:
                     raise DataError(f"position {position} is outside of the stream: it ended after {past} tasks")
+                if past in again:
+                    found[past] = self._named(row, past)
         self.position = position
+        return found
+
+    def _named(self, row: Row, position: int) -> Task:
+        return {**row, "id": _id(row, f"task {position} of the stream")}
 
     async def _next_of_stream(self) -> Row:
         if isinstance(self._stream, AsyncIterator):

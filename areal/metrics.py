@@ -88,7 +88,8 @@ class Metrics:
     """`async with Metrics(folder, config.metrics.sinks) as metrics: metrics.log(step, {...})`
 
     folder: of the run; its name is the name of the run in W&B. settings: shown by W&B beside the run.
-    Raises ConfigError for a sink whose package is missing (at once) or that does not open (on entering).
+    inline: no thread. Raises ConfigError for a sink whose package is missing (at once) or that does not open (on
+    entering).
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class Metrics:
         sinks: Sequence[str] = (),
         project: str = "areal",
         settings: Mapping[str, Any] | None = None,
+        *,
+        inline: bool = False,
     ):
         for sink in sinks:
             if importlib.util.find_spec(sink) is None:
@@ -107,12 +110,13 @@ class Metrics:
         self._settings = settings or {}
         self._sinks: list[Sink] = []
         self._queue: SimpleQueue[tuple[int, float, dict[str, Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="areal-metrics", daemon=True)
+        self._thread = None if inline else threading.Thread(target=self._run, name="areal-metrics", daemon=True)
         self._warned = False
 
     async def __aenter__(self) -> Metrics:
         await asyncio.to_thread(self._open)
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -120,10 +124,17 @@ class Metrics:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Hand over the numbers of one step; returns at once. A value may be a mapping (name -> number)."""
-        self._queue.put((step, time.time(), dict(values)))
+        item = (step, time.time(), dict(values))
+        if self._thread is None:
+            self._write(*item)
+        else:
+            self._queue.put(item)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is left and close the sinks; blocks. After timeout_s the rest is given up, with a warning."""
+        if self._thread is None:
+            self._close_all()
+            return
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -140,19 +151,24 @@ class Metrics:
             except Exception as error:
                 raise ConfigError(f"metrics.sinks: {name} does not start: {error}") from error
 
-    def _write(self) -> None:
+    def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            step, when, values = item
-            try:
-                row = {"step": step, "time": round(when, 3), **values}
-                options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
-                self._file.write(orjson.dumps(row, option=options))  # NaN becomes null
-                self._file.flush()
-                flat = dict(_flat(values))
-                for sink in self._sinks:
-                    sink.write(step, flat)
-            except Exception as error:
-                self._warn(error)
+            self._write(*item)
+        self._close_all()
+
+    def _write(self, step: int, when: float, values: dict[str, Any]) -> None:
+        try:
+            row = {"step": step, "time": round(when, 3), **values}
+            options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+            self._file.write(orjson.dumps(row, option=options))  # NaN becomes null
+            self._file.flush()
+            flat = dict(_flat(values))
+            for sink in self._sinks:
+                sink.write(step, flat)
+        except Exception as error:
+            self._warn(error)
+
+    def _close_all(self) -> None:
         for close in [sink.close for sink in self._sinks] + [self._file.close]:
             try:
                 close()

@@ -2,6 +2,7 @@
 
     runs/search-0001/
       config.toml       the effective settings; `areal config` reads them back
+      command.json      the program, for `areal resume`
       metrics.jsonl     one line a step
       logs/             the output of each child process
       ledger/           what happened to every group
@@ -23,6 +24,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,9 @@ class RunFolder:
             for name in ("logs", "ledger", "checkpoints"):
                 (path / name).mkdir()
             (path / "config.toml").write_text(settings, encoding="utf-8")
+            if config.command:
+                command = {"command": config.command, "folder": os.getcwd()}
+                (path / "command.json").write_bytes(orjson.dumps(command, option=orjson.OPT_INDENT_2))
         except OSError as error:
             raise ConfigError(f"cannot make a run folder in folder={config.folder!r}: {error}") from None
         with suppress(OSError):  # no symbolic links here, or `latest` is something of the user's
@@ -82,6 +87,31 @@ class RunFolder:
             finally:
                 link.unlink(missing_ok=True)
         return cls(path, config.checkpoint.keep)
+
+    @classmethod
+    def open(cls, config: Config) -> RunFolder:
+        """The folder of the run that `config` goes on with. Its config.toml is replaced; the one before is kept as
+        config-<number>.toml. Raises ConfigError when the disk refuses."""
+        path = config.run
+        assert path is not None
+        try:
+            current = path / "config.toml"
+            number = sum(1 for _ in path.glob("config-*.toml"))
+            shutil.copyfile(current, path / f"config-{number}.toml")
+            for half in (path / "checkpoints").glob(".*"):  # written or deleted half when the controller was killed
+                shutil.rmtree(half)
+            (path / ".config.toml").write_text(config.to_toml(), encoding="utf-8")
+            (path / ".config.toml").replace(current)
+        except OSError as error:
+            raise ConfigError(f"cannot write into the run folder {path}: {error}") from None
+        return cls(path, config.checkpoint.keep)
+
+    def configs(self) -> list[Config]:
+        """The settings of each attempt, first to last. ConfigError when this is no run folder."""
+        if not self.config_file.is_file():
+            raise ConfigError(f"{self.path} is not the folder of a run: it has no config.toml; look into runs/")
+        earlier = takewhile(Path.is_file, (self.path / f"config-{number}.toml" for number in count()))
+        return [Config.load([str(file)]) for file in (*earlier, self.config_file)]
 
     @property
     def config_file(self) -> Path:

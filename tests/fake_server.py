@@ -385,6 +385,12 @@ class FakeTrainer:
         self.exports.append(Path(folder).name)
         write_version(Path(folder), self.version)
 
+    async def stage(self, folder: str) -> None:
+        raise NotImplementedError
+
+    async def write(self) -> None:
+        raise NotImplementedError
+
     async def specs(self) -> list[TensorSpec]:
         return [TensorSpec("model.embed_tokens.weight", "float32", (VOCAB, 4))]
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from areal.agents.journal import Journal, model_key, tool_key
 from areal.agents.template import Template
 from areal.agents.tools import MalformedCall, Tool, read_arguments, tool
 from areal.agents.transcript import Transcript
@@ -41,7 +42,7 @@ class Episode:
     """One run of an agent on one task.
 
     template: None when the agent works on token ids only. context_length: most tokens of prompt and answer.
-    agent: the agent's name, for error messages.
+    agent: the agent's name, for error messages. journal: where calls are recorded, and recalled from after a crash.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Episode:
         task_id: str = "",
         seed: int = 0,
         agent: str = "agent",
+        journal: Journal | None = None,
     ) -> None:
         self.group = group
         self.member = member
@@ -69,6 +71,7 @@ class Episode:
         self._sampling = sampling
         self._context_length = context_length
         self._agent = agent
+        self._journal = journal
         self._seed = f"{seed}/{group}/{member}"
         self._key = f"{group}/{member}"
         self._rng: random.Random | None = None
@@ -152,9 +155,21 @@ class Episode:
         is one of areal's own errors, which are raised), and that a tool took longer than `tool_timeout_s`.
         """
         calls = reply.get("tool_calls") or ()
+        journal = self._journal
+        recorded = [journal.recall(tool_key(call)) if journal else None for call in calls]
+        results = [content if isinstance(content, str) else None for content in recorded]
+        todo = [call for call, content in zip(calls, results, strict=True) if content is None]
+        if todo:
+            new = iter(await self._results(todo))
+            results = [next(new) if content is None else content for content in results]
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": content}
+            for call, content in zip(calls, results, strict=True)
+        ]
+
+    async def _results(self, calls: Sequence[dict[str, Any]]) -> list[str]:
+        """Run tool calls side by side; what the model is told of each."""
         tasks = [asyncio.create_task(self._run_tool(call), name=f"tool {call['function']['name']}") for call in calls]
-        if not tasks:
-            return []
         wait = self._begin_wait("tool " + ", ".join(call["function"]["name"] or "?" for call in calls))
         try:
             _, late = await asyncio.wait(tasks, timeout=self.tool_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -169,15 +184,13 @@ class Episode:
                 raise EpisodeError(f"{self._agent}: tool {call['function']['name']!r} cancelled itself")
             if task not in late and (failure := task.exception()) is not None:
                 raise failure
-        return [
-            {
-                "role": "tool",
-                "tool_call_id": call["id"],
-                "name": call["function"]["name"],
-                "content": self._too_late(call) if task in late else task.result(),
-            }
-            for call, task in zip(calls, tasks, strict=True)
+        results = [
+            self._too_late(call) if task in late else task.result() for call, task in zip(calls, tasks, strict=True)
         ]
+        if self._journal:
+            for call, content in zip(calls, results, strict=True):
+                self._journal.keep(tool_key(call), content)
+        return results
 
     def finish(self, reward: object, seconds: float) -> EpisodeRecord:
         """End the episode: what the ledger keeps of it. Raises EpisodeError for a reward that is no finite number (I9).
@@ -221,12 +234,21 @@ class Episode:
         sampling = self._sampling
         if (limit := min(wanted, room)) != sampling.max_new_tokens:
             sampling = dataclasses.replace(sampling, max_new_tokens=limit)
+        completion = await self._recorded_or_new(ids, sampling)
+        self.turns += 1
+        return completion
+
+    async def _recorded_or_new(self, ids: Ints, sampling: Sampling) -> Completion:
+        key = model_key(ids, sampling) if self._journal else b""
+        if self._journal and isinstance(recorded := self._journal.recall(key), Completion):
+            return dataclasses.replace(recorded, input_ids=ids)
         wait = self._begin_wait(f"the model on turn {self.turns + 1}")
         try:
             completion = await self._generate(ids, sampling, key=self._key)
         finally:
             self._end_wait(wait)
-        self.turns += 1
+        if self._journal:
+            self._journal.keep(key, completion)
         return completion
 
     async def _run_tool(self, call: dict[str, Any]) -> str:

@@ -14,15 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from areal.agents.episode import Episode
+from areal.agents.journal import Journal
 from areal.algorithms.batching import build_request, learning_rate
 from areal.config import Config
 from areal.controller.cluster import Cluster
@@ -38,6 +41,8 @@ from areal.metrics import Metrics, StepReport, staleness_of
 from areal.run import RunFolder
 from areal.types import Batch, EpisodeRecord, Group, Sampling, Task, TrainRequest, TrainStats
 from areal.view import open_view
+from areal.workers.local import LocalWorkers
+from areal.workers.protocols import Workers
 
 log = logging.getLogger("areal")
 
@@ -77,8 +82,9 @@ class Controller:
     cluster: Cluster
     folder: RunFolder
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, workers: Callable[[Config], Workers] = LocalWorkers) -> None:
         self.config = config
+        self._workers = workers(config)
         self._stack = AsyncExitStack()
         self._changed = Signal()
         self._trained_tokens = 0
@@ -87,26 +93,40 @@ class Controller:
         self._trains = False
         self._tasks: Tasks | None = None
         self._request: TrainRequest | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._completed = 0
         self._gap_max = math.nan
-        self._success: dict[str, float] = {}
         self._last_success = math.nan
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError before anything starts; ProcessError or TrainerError when a part does not come up."""
         config = self.config
         self.scheduler = Scheduler(SchedulerSettings.from_config(config), self._record)
-        await asyncio.to_thread(Cluster.check, config)
+        await asyncio.to_thread(self._workers.check)
         if config.data.train:
             self._tasks = await asyncio.to_thread(Tasks, None, config)
         if config.data.evaluation:
             await asyncio.to_thread(evaluation_tasks, config)
-        self.folder = await asyncio.to_thread(RunFolder.create, config)
+        inline = self._workers.inline
         async with AsyncExitStack() as stack:
+            if config.run:
+                self.ledger = Ledger.open(config.run / "ledger", inline=inline)  # refuses a run that somebody has
+                stack.push_async_callback(self.ledger.close)
+                self.folder = await asyncio.to_thread(RunFolder.open, config)
+            else:
+                self.folder = await asyncio.to_thread(RunFolder.create, config)
+                self.ledger = Ledger.create(self.folder.ledger, inline=inline)
+                stack.push_async_callback(self.ledger.close)
             stack.enter_context(self._log_file())
-            self.ledger = Ledger.create(self.folder.ledger)
-            stack.push_async_callback(self.ledger.close)
+            await asyncio.to_thread(self._replay)
             self._metrics = await stack.enter_async_context(
-                Metrics(self.folder.path, config.metrics.sinks, config.metrics.project, config.model_dump())
+                Metrics(
+                    self.folder.path,
+                    config.metrics.sinks,
+                    config.metrics.project,
+                    config.model_dump(),
+                    inline=inline,
+                )
             )
             self._view = stack.enter_context(open_view(config.view, self.folder.path.name))
             self._started = asyncio.get_running_loop().time()
@@ -119,12 +139,24 @@ class Controller:
                 timeout_s=config.episode.timeout_s,
             )
             self._watchdog = Watchdog(config.watchdog_s, self._describe, lambda: self._rollout.idle)
+            self._first_group = self.scheduler.state.admitted  # that this controller admits
             attempt = self.scheduler.start()
-            self.cluster = Cluster(config, self.folder.path, attempt=attempt, on_serving=self.scheduler.serving)
+            saved = self.scheduler.state.checkpoint
+            self.cluster = Cluster(
+                config,
+                self._workers,
+                self.folder.path,
+                attempt=attempt,
+                version=saved.version if saved else 0,
+                checkpoint=self.folder.path / "checkpoints" / saved.path if saved else None,
+                on_serving=self.scheduler.serving,
+            )
             stack.push_async_callback(self._write_summary)
             servers = f"{len(config.servers.urls)} given" if config.servers.urls else f"starting {config.servers.count}"
             log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
             await stack.enter_async_context(self.cluster)
+            self._background = await stack.enter_async_context(asyncio.TaskGroup())
+            await self._recover()
             log.info("ready after %.0f s", asyncio.get_running_loop().time() - self._started)
             self._stack = stack.pop_all()
         return self
@@ -133,9 +165,7 @@ class Controller:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         if isinstance(error, asyncio.CancelledError):
-            step = self.folder.checkpointed
-            checkpoint = self.folder.checkpoint(step) if step is not None else None
-            error.add_note(f"go on with: model.path={checkpoint}" if checkpoint else "no checkpoint was written")
+            error.add_note(f"go on with: areal resume {self.folder.path}")
         try:
             return await self._stack.__aexit__(kind, error, trace)
         except BaseExceptionGroup as failures:  # a TaskGroup wraps whatever passes through it
@@ -160,6 +190,38 @@ class Controller:
             log.setLevel(level)
             handler.close()
 
+    # -- going on with a run
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this run goes on with what an earlier controller left."""
+        return self.config.run is not None
+
+    def _replay(self) -> None:
+        """Fold what the ledger has; nothing for a new run. A checkpoint that it does not name came to be too late."""
+        for fact in self.ledger.facts():
+            self.scheduler.apply(fact)
+        saved = self.scheduler.state.checkpoint
+        for step, path in self.folder.checkpoints().items():
+            if saved is None or step > saved.version:
+                shutil.rmtree(path)
+
+    async def _recover(self) -> None:
+        """Repeat the steps after the checkpoint with their recorded batches, and publish (I4)."""
+        state = self.scheduler.state
+        for formed in state.repeatable:
+            batch = Batch(formed.batch, formed.from_version, tuple(map(self._recorded, formed.groups)))
+            stats = await self._train_step(batch, formed.learning_rate)
+            self._metrics.log(stats.version, {"repeated": True, "train": asdict(stats)})
+            log.info("repeated step %d of %d: loss %.6g", stats.version, state.version, stats.loss)
+        if state.attempt:
+            await self.cluster.weights.publish(state.version)
+            self.scheduler.published(state.version)
+
+    def _recorded(self, number: int) -> Group:
+        episodes = self.ledger.episodes(number)
+        return Group(number, episodes[0].task_id, episodes)
+
     # -- the main loop
 
     async def train(self, agent: Agent, tasks: Iterable[Task] | AsyncIterable[Task] | None = None) -> None:
@@ -180,12 +242,12 @@ class Controller:
                     loops.create_task(self._watchdog.run(), name="watchdog"),
                 ]
                 while batch := await self._next_batch():
-                    stats = await self._train_step(batch)
+                    stats = await self._train_step(batch, learning_rate(batch.from_version, self.config))
                     self.scheduler.trained(batch.id)
                     published = await self.cluster.weights.publish(stats.version)
                     self.scheduler.published(stats.version)
                     if self.config.checkpoint.every and stats.version % self.config.checkpoint.every == 0:
-                        await self._checkpoint()
+                        await self._begin_checkpoint()
                     self._report(batch, stats, published)
                 for task in background:
                     task.cancel()
@@ -202,25 +264,33 @@ class Controller:
 
     async def _next_batch(self) -> Batch | None:
         """Wait for the next batch, on disk. None at the last step and when the data is used up."""
-        while (formed := self.scheduler.next_batch(final=self._rollout.exhausted)) is None:
+        formed = self.scheduler.state.batch  # of an earlier controller, which did not come to its end
+        while formed is None:
+            rate = learning_rate(self.scheduler.state.version, self.config)
+            formed = self.scheduler.next_batch(final=self._rollout.exhausted, learning_rate=rate)
+            if formed:
+                break
             if self._rollout.exhausted or self.scheduler.state.version >= self.scheduler.settings.last_version:
                 return None
             await self._changed.wait()
         await self.ledger.barrier()
         groups = []
         for number in formed.groups:
-            members = self._rollout.finished.pop(number)
-            episodes = tuple(members[m] for m in sorted(members))
-            groups.append(Group(number, episodes[0].task_id, episodes))
+            here = self._rollout.finished.pop(number, {})
+            if len(here) == len(self.scheduler.state.open[number].rewards):
+                episodes = tuple(here[member] for member in sorted(here))
+                groups.append(Group(number, episodes[0].task_id, episodes))
+            else:  # begun by an earlier controller
+                groups.append(self._recorded(number))
         return Batch(formed.batch, formed.from_version, tuple(groups))
 
-    async def _train_step(self, batch: Batch) -> TrainStats:
+    async def _train_step(self, batch: Batch, rate: float) -> TrainStats:
         request = await asyncio.to_thread(
             build_request,
             batch,
             self.config,
             attempt=self.scheduler.state.attempt,
-            learning_rate=learning_rate(batch.from_version, self.config),
+            learning_rate=rate,
             ranks=self.cluster.trainer.data_parallel,
             seed=self.config.seed,
         )
@@ -236,16 +306,26 @@ class Controller:
             self.scheduler.trained(self._request.batch_id)
             self._request, self.cluster.held = None, stats.version
 
-    async def _checkpoint(self) -> None:
+    async def _begin_checkpoint(self) -> None:
+        """Copy the trainer's state aside; it is written while the run goes on. One at a time."""
         version = self.scheduler.state.version
-        last = self.scheduler.state.checkpoint
-        if last is not None and last.version == version:
-            return
-        path = self.folder.checkpoint(version)
-        await self.cluster.trainer.export(str(path))
-        self.scheduler.checkpointed(version, path.name)
+        if self._writing:
+            await self._writing
+        saved = self.scheduler.state.checkpoint
+        if saved is None or saved.version != version:
+            await self.cluster.trainer.stage(str(self.folder.checkpoint(version)))
+            self._writing = self._background.create_task(self._write_checkpoint(version), name="checkpoint")
+
+    async def _write_checkpoint(self, version: int) -> None:
+        await self.cluster.trainer.write()
+        self.scheduler.checkpointed(version, self.folder.checkpoint(version).name)
         await self.ledger.barrier()
         await asyncio.to_thread(self.folder.prune)
+
+    async def _checkpoint(self) -> None:
+        await self._begin_checkpoint()
+        if self._writing:
+            await self._writing
 
     # -- outside training
 
@@ -302,7 +382,7 @@ class Controller:
             result.mean,
         )
         if label:
-            self._success[label] = result.success
+            self.scheduler.evaluated(label, result.success)
         if not greedy:
             self._last_success = result.success
         return result
@@ -322,9 +402,11 @@ class Controller:
 
     # -- what others tell the controller
 
-    def _training_episode(self, group: int, member: int, task_id: str, agent: str) -> Episode:
+    def _training_episode(self, group: int, member: int, task_id: str, agent: str, first: bool) -> Episode:
         sampling = Sampling(self.config.sampling.max_new_tokens, self.config.sampling.temperature)
-        return self.cluster.episode(group, member, task_id, sampling, agent)
+        recorded = self.ledger.calls(group, member) if first and group < self._first_group else ()
+        journal = Journal(partial(self.ledger.append_call, group, member), recorded)
+        return self.cluster.episode(group, member, task_id, sampling, agent, journal)
 
     def _record(self, fact: Fact) -> None:
         """Each fact of the scheduler: to the ledger, and to whoever waits for it."""
@@ -332,8 +414,17 @@ class Controller:
         self.ledger.append(fact, record)
         if isinstance(fact, Dropped):
             self._rollout.drop(fact.group)
-        if isinstance(fact, Completed | Trained) or (isinstance(fact, Admitted) and not self._rollout.running):
-            self._watchdog.progress()  # the first group after an idle time begins a new wait
+        if isinstance(fact, Trained):
+            self._completed = 0
+        if isinstance(fact, Completed):
+            self._completed += 1
+        # That many complete groups without a step are a livelock: each of them was dropped as too old.
+        enough = self._completed <= self.config.train.batch_groups * (self.config.staleness.max + 2)
+        # The first group after an idle time begins a new wait.
+        if (isinstance(fact, Completed | Trained) and enough) or (
+            isinstance(fact, Admitted) and not self._rollout.running
+        ):
+            self._watchdog.progress()
         self._changed.notify()
 
     def _describe(self) -> list[str]:
@@ -381,7 +472,7 @@ class Controller:
             "steps": state.version,
             "version": state.version,
             "wall_s": wall_s,
-            **self._success,
+            **state.success,
             "max_staleness_trained": state.max_staleness,
             "groups": {
                 "admitted": state.admitted,
@@ -395,5 +486,5 @@ class Controller:
             "logprob_gap_max": self._gap_max,
         }
         await asyncio.to_thread(self.folder.write_summary, summary)
-        curve = await asyncio.to_thread(self.folder.draw_curve)
+        curve = None if self._workers.inline else await asyncio.to_thread(self.folder.draw_curve)
         log.info("summary: %s%s", self.folder.summary_file, f"; reward curve: {curve}" if curve else "")

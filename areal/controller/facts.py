@@ -74,14 +74,15 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class BatchFormed:
-    """The groups of the step from `from_version`. Tokens of versions below `oldest_version`, `masked_tokens` of
-    them, stay out of the loss (I2)."""
+    """The groups of the step from `from_version`, taken at `learning_rate`. Tokens of versions below `oldest_version`,
+    `masked_tokens` of them, stay out of the loss (I2)."""
 
     batch: int
     from_version: int
     groups: tuple[int, ...]
     oldest_version: int
     masked_tokens: int
+    learning_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,14 @@ class Checkpointed:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The share of successful episodes of an evaluation that was given a label."""
+
+    label: str
+    success: float
+
+
 Fact = (
     Started
     | Admitted
@@ -127,6 +136,7 @@ Fact = (
     | Published
     | Serving
     | Checkpointed
+    | Evaluated
 )
 
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in Fact.__args__}

@@ -19,10 +19,12 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, Self, TextIO
 
+from areal.agents import journal
+from areal.agents.journal import RecordedCall
 from areal.controller import facts, segments
-from areal.controller.facts import BatchFormed, Checkpointed, Dropped, Fact, Finished
+from areal.controller.facts import BatchFormed, Checkpointed, Dropped, Fact, Failed, Finished
 from areal.errors import LedgerError
 from areal.types import EpisodeRecord
 
@@ -31,7 +33,8 @@ BACKLOG_BYTES = 64 << 20
 _LINGER_S = 0.05
 """The writer collects appends for this long while nobody waits for them: each commit costs two syncs."""
 _END = sys.maxsize
-_FORMAT = 1
+_DATABASE = "ledger.db"
+_FORMAT = 2
 
 _SCHEMA = f"""
 BEGIN;
@@ -40,13 +43,24 @@ CREATE TABLE episodes (
     grp INTEGER, member INTEGER, segment INTEGER, offset INTEGER, size INTEGER, from_version INTEGER,
     PRIMARY KEY (grp, member)
 ) WITHOUT ROWID;
+CREATE TABLE calls (
+    grp INTEGER, member INTEGER, seq INTEGER, segment INTEGER, offset INTEGER, size INTEGER,
+    PRIMARY KEY (grp, member, seq)
+) WITHOUT ROWID;
 PRAGMA user_version = {_FORMAT};
 COMMIT;
 """
 
 
+class _Call(NamedTuple):
+    """What an unfinished episode had; no fact, since it only lives until the episode ends."""
+
+    group: int
+    member: int
+
+
 class _Entry(NamedTuple):
-    fact: Fact
+    fact: Fact | _Call
     body: bytes
     record: bytes
 
@@ -58,9 +72,9 @@ class _Store:
         self._database = _connect(folder)
         self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
         self._segments = segments.Segments(folder, durable=durable)
-        self._living: dict[int, int] = dict(
-            self._database.execute("SELECT segment, COUNT(*) FROM episodes GROUP BY segment").fetchall()
-        )
+        query = "SELECT segment, COUNT(*) FROM (SELECT segment FROM {} UNION ALL SELECT segment FROM {}) GROUP BY 1"
+        self._living: dict[int, int] = dict(self._database.execute(query.format("episodes", "calls")).fetchall())
+        self._calls = self._database.execute("SELECT COALESCE(MAX(seq), 0) FROM calls").fetchone()[0]
         for number in self._segments.numbers():
             if number not in self._living:  # torn before its first commit, or killed before it was deleted
                 self._segments.delete(number)
@@ -71,40 +85,139 @@ class _Store:
         self._segments.sync()
         with self._database as database:
             for entry, place in places:
-                database.execute("INSERT INTO facts (body) VALUES (?)", (entry.body.decode(),))
+                fact = entry.fact
+                if not isinstance(fact, _Call):
+                    database.execute("INSERT INTO facts (body) VALUES (?)", (entry.body.decode(),))
+                    for (segment,) in self._follow(fact):
+                        self._living[segment] -= 1
                 if place is not None:
-                    assert isinstance(entry.fact, Finished)
-                    row = (entry.fact.group, entry.fact.member, *place, len(entry.record))
-                    database.execute("INSERT INTO episodes VALUES (?, ?, ?, ?, ?, NULL)", row)
+                    assert isinstance(fact, Finished | _Call)
                     self._living[place[0]] = self._living.get(place[0], 0) + 1
-                for (segment,) in self._follow(entry.fact):
-                    self._living[segment] -= 1
+                    row = (fact.group, fact.member, *place, len(entry.record))
+                    if isinstance(fact, _Call):
+                        self._calls += 1
+                        database.execute(
+                            "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?)", (*row[:2], self._calls, *row[2:])
+                        )
+                    else:
+                        database.execute("INSERT INTO episodes VALUES (?, ?, ?, ?, ?, NULL)", row)
         for number in [n for n, count in self._living.items() if not count and n != self._segments.current]:
             self._segments.delete(number)
             del self._living[number]
 
     def _follow(self, fact: Fact) -> list[tuple[int]]:
-        """Keep `episodes` in step with a fact; returns the segment of each trajectory that ended."""
+        """Keep `episodes` and `calls` in step with a fact; returns the segment of each record that ended."""
         match fact:
+            case Finished() | Failed():
+                query = "DELETE FROM calls WHERE grp = ? AND member = ? RETURNING segment"
+                return self._database.execute(query, (fact.group, fact.member)).fetchall()
             case BatchFormed():
                 rows = [(fact.from_version, group) for group in fact.groups]
                 self._database.executemany("UPDATE episodes SET from_version = ? WHERE grp = ?", rows)
             case Dropped():
-                query = "DELETE FROM episodes WHERE grp = ? RETURNING segment"
-                return self._database.execute(query, (fact.group,)).fetchall()
+                ended = []
+                for table in ("episodes", "calls"):
+                    query = f"DELETE FROM {table} WHERE grp = ? RETURNING segment"
+                    ended += self._database.execute(query, (fact.group,)).fetchall()
+                return ended
             case Checkpointed():
                 query = "DELETE FROM episodes WHERE from_version < ? RETURNING segment"
                 return self._database.execute(query, (fact.version,)).fetchall()
         return []
-
-    def read(self, number: int, offset: int, size: int) -> bytes:
-        return self._segments.read(number, offset, size)
 
     def close(self) -> None:
         try:
             self._segments.close()
         finally:
             self._database.close()
+
+
+class LedgerReader:
+    """The part of a ledger that is on disk. `open` it to look at a run that has ended, was killed, or goes on
+    meanwhile: that takes no lock and changes no file. Then use it as a context manager."""
+
+    def __init__(self, folder: Path, database: sqlite3.Connection, *, is_still: bool = False) -> None:
+        """is_still: nobody writes, as far as is known; SQLite reads without any lock."""
+        self._folder = folder
+        self._database = database
+        self._is_still = is_still
+        self._segments = segments.Segments(folder, durable=False)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """LedgerError if the folder has no ledger, or one of another format."""
+        folder = Path(folder)
+        with _errors(folder, "read"):
+            _check_exists(folder)
+            log, index = folder / f"{_DATABASE}-wal", folder / f"{_DATABASE}-shm"
+            is_still = not _bytes_of(log) and not (log.exists() and index.exists())
+            mode = "mode=ro&readonly_shm=1" if index.exists() else "mode=ro"
+            if is_still:  # with mode=ro SQLite would leave its two working files behind
+                mode = "immutable=1"
+            address = f"{(folder / _DATABASE).absolute().as_uri()}?{mode}"
+            database = sqlite3.connect(address, uri=True, check_same_thread=False)
+            try:
+                _check_format(folder, database)
+            except BaseException:
+                database.close()
+                raise
+        return cls(folder, database, is_still=is_still)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def facts(self, after: int = 0) -> Iterator[Fact]:
+        """All facts, in order, without the first `after`. LedgerError for one that is not known here."""
+        with _errors(self._folder, "read"):
+            query = "SELECT seq, body FROM facts WHERE seq > ? ORDER BY seq"
+            for seq, body in self._database.execute(query, (after,)):
+                try:
+                    fact = facts.decode(body)
+                except ValueError as error:
+                    raise LedgerError(f"ledger {self._folder}, fact {seq}: {error}") from error
+                yield fact
+            self._check_still()
+
+    def members(self, group: int) -> list[int]:
+        """Those members of a group whose trajectories are there."""
+        with _errors(self._folder, "read"):
+            query = "SELECT member FROM episodes WHERE grp = ? ORDER BY member"
+            found = [member for (member,) in self._database.execute(query, (group,))]
+            self._check_still()
+        return found
+
+    def calls(self, group: int, member: int) -> list[RecordedCall]:
+        """The calls of an unfinished episode, in order. LedgerError for one that is damaged."""
+        query = "SELECT segment, offset, size FROM calls WHERE grp = ? AND member = ? ORDER BY seq"
+        with _errors(self._folder, "read"):
+            places = self._database.execute(query, (group, member)).fetchall()
+            try:
+                return [journal.decode(self._segments.read(*place)) for place in places]
+            except ValueError as error:
+                raise LedgerError(f"ledger {self._folder}, calls of group {group}, member {member}: {error}") from error
+
+    def episode(self, group: int, member: int) -> EpisodeRecord:
+        """A trajectory. LedgerError if it is not there, no longer needed, or damaged."""
+        what = f"ledger {self._folder}, episode of group {group}, member {member}"
+        query = "SELECT segment, offset, size FROM episodes WHERE grp = ? AND member = ?"
+        with _errors(self._folder, "read"):
+            place = self._database.execute(query, (group, member)).fetchone()
+            if place is None:
+                raise LedgerError(f"{what}: none; it was not written yet, or dropped, or a checkpoint covers it")
+            try:
+                return segments.decode(self._segments.read(*place))
+            except ValueError as error:
+                raise LedgerError(f"{what}: {error} (segment {place[0]} at byte {place[1]})") from error
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _check_still(self) -> None:
+        if self._is_still and _bytes_of(self._folder / f"{_DATABASE}-wal"):
+            raise LedgerError(f"ledger {self._folder}: the run went on while it was read; read it again")
 
 
 class Ledger:
@@ -122,7 +235,7 @@ class Ledger:
         with _errors(folder, "opened"):
             self._lock_file = _lock(folder)
             self._store = _Store(folder, durable=not inline)
-            self._reader = _connect(folder)
+            self._reader = LedgerReader(folder, _connect(folder))
         self._changed = threading.Condition()  # guards what follows
         self._backlog: list[_Entry] = []
         self._appended = 0
@@ -156,11 +269,9 @@ class Ledger:
         """The ledger that `folder` has. LedgerError if it has none, or another process writes it."""
         folder = Path(folder)
         with _errors(folder, "opened"):
-            if not (folder / "ledger.db").exists():
-                raise LedgerError(f"{folder} has no ledger")
+            _check_exists(folder)
             with contextlib.closing(_connect(folder)) as database:
-                if (found := _format(database)) != _FORMAT:
-                    raise LedgerError(f"ledger {folder} has format {found}, this version of areal reads {_FORMAT}")
+                _check_format(folder, database)
         return cls(folder, inline=inline)
 
     def append(self, fact: Fact, episode: EpisodeRecord | None = None) -> None:
@@ -169,7 +280,13 @@ class Ledger:
             isinstance(fact, Finished) and (fact.group, fact.member) == (episode.group, episode.member)
         ):
             raise ValueError(f"{fact} is not the end of the episode of group {episode.group}, member {episode.member}")
-        entry = _Entry(fact, facts.encode(fact), segments.encode(episode) if episode else b"")
+        self._append(_Entry(fact, facts.encode(fact), segments.encode(episode) if episode else b""))
+
+    def append_call(self, group: int, member: int, call: RecordedCall) -> None:
+        """Keep a call of an episode until that ends. Returns at once; LedgerError if the writer has failed."""
+        self._append(_Entry(_Call(group, member), b"", journal.encode(call)))
+
+    def _append(self, entry: _Entry) -> None:
         with self._changed:
             self._check()
             self._backlog.append(entry)
@@ -204,30 +321,25 @@ class Ledger:
             self._changed.notify()
         await future
 
-    def facts(self) -> Iterator[Fact]:
-        """All facts on disk, in order."""
+    def facts(self, after: int = 0) -> Iterator[Fact]:
+        """All facts on disk, in order, without the first `after`."""
         self._flush()
-        with _errors(self._folder, "read"):
-            for seq, body in self._reader.execute("SELECT seq, body FROM facts ORDER BY seq"):
-                try:
-                    fact = facts.decode(body)
-                except ValueError as error:
-                    raise LedgerError(f"ledger {self._folder}, fact {seq}: {error}") from error
-                yield fact
+        return self._reader.facts(after)
 
     def episode(self, group: int, member: int) -> EpisodeRecord:
         """A trajectory on disk. LedgerError if it is not there, no longer needed, or damaged."""
         self._flush()
-        what = f"ledger {self._folder}, episode of group {group}, member {member}"
-        query = "SELECT segment, offset, size FROM episodes WHERE grp = ? AND member = ?"
-        with _errors(self._folder, "read"):
-            place = self._reader.execute(query, (group, member)).fetchone()
-            if place is None:
-                raise LedgerError(f"{what}: none; it was not written yet, or dropped, or a checkpoint covers it")
-            try:
-                return segments.decode(self._store.read(*place))
-            except ValueError as error:
-                raise LedgerError(f"{what}: {error} (segment {place[0]} at byte {place[1]})") from error
+        return self._reader.episode(group, member)
+
+    def calls(self, group: int, member: int) -> list[RecordedCall]:
+        """The calls of an unfinished episode that are on disk, in order."""
+        self._flush()
+        return self._reader.calls(group, member)
+
+    def episodes(self, group: int) -> tuple[EpisodeRecord, ...]:
+        """All trajectories of a group that are on disk, by member. LedgerError as in `episode`."""
+        self._flush()
+        return tuple(self._reader.episode(group, member) for member in self._reader.members(group))
 
     async def close(self, deadline_s: float = 10.0) -> None:
         """Write what is left and end the thread. LedgerError if that fails or the disk needs longer."""
@@ -250,6 +362,14 @@ class Ledger:
             self._reader.close()
             if self._thread is None:
                 self._release()
+
+    def abandon(self) -> None:
+        """What SIGKILL does to an inline ledger: what was not written is lost, and nothing is written any more."""
+        if not self._closed:
+            self._closed = True
+            self._backlog.clear()
+            self._reader.close()
+            self._release()
 
     # -- the writer
 
@@ -326,11 +446,27 @@ class Ledger:
 
 
 def _connect(folder: Path) -> sqlite3.Connection:
-    return sqlite3.connect(folder / "ledger.db", check_same_thread=False)
+    return sqlite3.connect(folder / _DATABASE, check_same_thread=False)
 
 
 def _format(database: sqlite3.Connection) -> int:
     return database.execute("PRAGMA user_version").fetchone()[0]
+
+
+def _bytes_of(file: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return file.stat().st_size
+    return 0
+
+
+def _check_exists(folder: Path) -> None:
+    if not (folder / _DATABASE).exists():
+        raise LedgerError(f"{folder} has no ledger")
+
+
+def _check_format(folder: Path, database: sqlite3.Connection) -> None:
+    if (found := _format(database)) != _FORMAT:
+        raise LedgerError(f"ledger {folder} has format {found}, this version of areal reads {_FORMAT}")
 
 
 def _lock(folder: Path) -> TextIO:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ class Signal:
     """Wakes whoever waits, each time something changed: `while not condition(): await signal.wait()`."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
 
     def notify(self) -> None:
         for waiter in self._waiters:
@@ -42,11 +42,11 @@ class Signal:
 
     async def wait(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             await waiter
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
 
 
 @dataclass(slots=True)
@@ -107,8 +107,10 @@ def loss_tokens_by_version(record: EpisodeRecord) -> dict[int, int]:
 class RolloutLoop:
     """Keeps as many groups running as the scheduler admits.
 
-    new_episode(group, member, task_id, name of the agent): makes the handle an agent gets.
-    finished: the records of open groups by group number; the train loop takes them from here.
+    new_episode(group, member, task_id, name of the agent, first): makes the handle an agent gets; `first` says that it
+    may go on with what an earlier controller left of it.
+    finished: the records that open groups got from this controller, by group number and member; those of an earlier
+    one are in the ledger.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class RolloutLoop:
         scheduler: Scheduler,
         ledger: Ledger,
         changed: Signal,
-        new_episode: Callable[[int, int, str, str], Episode],
+        new_episode: Callable[[int, int, str, str, bool], Episode],
         *,
         members: int,
         timeout_s: float,
@@ -139,9 +141,24 @@ class RolloutLoop:
         return self._awaits_task and not self.running
 
     async def run(self, agent: Agent, tasks: Tasks) -> None:
-        """Go through the tasks; returns when they are used up and every group has ended."""
+        """Go through the tasks; returns when they are used up and every group has ended.
+
+        Groups that another controller left unfinished go on first; one whose task came from a stream, which nobody
+        has any more, is dropped (reason "data").
+        """
         self.exhausted = False
+        state = self._scheduler.state
         async with asyncio.TaskGroup() as groups:
+            unfinished = [group for group in state.open.values() if group.pending]
+            rows: dict[int, Task] = {}
+            if state.position:
+                rows = await asyncio.to_thread(tasks.seek, state.position, {group.position for group in unfinished})
+            for group in unfinished:
+                if group.position in rows:
+                    self._start(groups, agent, group.number, rows[group.position], group.pending)
+                else:
+                    log.warning("group %d is dropped: its task %s cannot be had again", group.number, group.task_id)
+                    self._scheduler.drop(group.number, "data")
             source = aiter(tasks)
             while True:
                 while not self._scheduler.may_admit():
@@ -154,8 +171,10 @@ class RolloutLoop:
                     break
                 finally:
                     self._awaits_task = False
+                while not self._scheduler.may_admit():  # the servers may have changed while the source was asked
+                    await self._changed.wait()
                 number = self._scheduler.admit(task["id"], position)
-                self._groups[number] = groups.create_task(self._group(agent, number, task), name=f"group {number}")
+                self._start(groups, agent, number, task, range(self._members))
         self.exhausted = True
         self._changed.notify()
 
@@ -165,18 +184,24 @@ class RolloutLoop:
             group.cancel()
         self.finished.pop(number, None)
 
-    async def _group(self, agent: Agent, number: int, task: Task) -> None:
+    def _start(self, groups: asyncio.TaskGroup, agent: Agent, number: int, task: Task, members: Iterable[int]) -> None:
+        name = f"group {number}"
+        self._groups[number] = groups.create_task(self._group(agent, number, task, members), name=name)
+
+    async def _group(self, agent: Agent, number: int, task: Task, numbers: Iterable[int]) -> None:
         try:
             async with asyncio.TaskGroup() as members:
-                for member in range(self._members):
+                for member in numbers:
                     members.create_task(self._member(agent, number, member, task), name=f"episode {number}.{member}")
         finally:
             del self._groups[number]
 
     async def _member(self, agent: Agent, number: int, member: int, task: Task) -> None:
         """One member to its end: finished, given up, or its group dropped."""
+        first = True
         while True:
-            episode = self._new_episode(number, member, task["id"], name_of(agent))
+            episode = self._new_episode(number, member, task["id"], name_of(agent), first)
+            first = False
             self.running[number, member] = episode
             try:
                 outcome = await attempt(agent, episode, task, self._timeout_s)

@@ -25,6 +25,7 @@ from areal.controller.facts import (
     Checkpointed,
     Completed,
     Dropped,
+    Evaluated,
     Fact,
     Failed,
     Finished,
@@ -83,6 +84,8 @@ class State:
     """By number, ascending; those of `batch` are among them until it is trained."""
     batch: BatchFormed | None = None
     """The batch that is formed and not trained."""
+    repeatable: list[BatchFormed] = field(default_factory=list)
+    """The batches that were trained and that no checkpoint covers, in order."""
     finished: int = 0
     """Episodes that finished."""
     failures: dict[str, int] = field(default_factory=dict)
@@ -93,6 +96,8 @@ class State:
     """Trained loss tokens, by staleness in steps."""
     masked_tokens: int = 0
     """Tokens that were too old for the loss of their batch."""
+    success: dict[str, float] = field(default_factory=dict)
+    """By the label of the evaluation."""
 
     @property
     def max_staleness(self) -> int:
@@ -139,6 +144,9 @@ class State:
                 self.serving = fact.version
             case Checkpointed():
                 self.checkpoint = fact
+                self.repeatable = [batch for batch in self.repeatable if batch.from_version >= fact.version]
+            case Evaluated():
+                self.success[fact.label] = fact.success
             case Started():
                 self.attempt = fact.attempt
                 self.failures_in_a_row = 0
@@ -151,6 +159,7 @@ class State:
                 if version >= batch.oldest_version:
                     age = batch.from_version - version
                     self.staleness[age] = self.staleness.get(age, 0) + count
+        self.repeatable.append(batch)
         self.trained += len(batch.groups)
         self.masked_tokens += batch.masked_tokens
         self.version = fact.version
@@ -218,6 +227,11 @@ class Scheduler:
     def start(self) -> int:
         """A controller takes the run over (after a replay, if any). Returns its attempt, counted from 0."""
         self._happened(Started(self.state.attempt + 1))
+        for group in [g for g in self.state.open.values() if not g.ready]:  # a crash can part an end from what follows
+            if group.members - len(group.gave_up) < min(self.settings.min_members, group.members):
+                self._drop(group.number, "lost")
+            elif not group.pending:
+                self._settle(group)
         return self.state.attempt
 
     def may_admit(self) -> bool:
@@ -314,11 +328,11 @@ class Scheduler:
 
     # -- batches
 
-    def next_batch(self, *, final: bool = False) -> BatchFormed | None:
+    def next_batch(self, *, final: bool = False, learning_rate: float = 0.0) -> BatchFormed | None:
         """The next B complete groups, lowest number first, or None while there are too few or a batch is open.
 
         Groups that are too old are dropped on the way (I2). `final`: no other group will ever become complete, so
-        fewer than B may do.
+        fewer than B may do. learning_rate: of the step, should it come to one.
         """
         settings, state = self.settings, self.state
         if state.batch is not None or state.version >= settings.last_version:
@@ -336,7 +350,8 @@ class Scheduler:
             return None
         masked = sum(count for g in chosen for version, count in g.tokens.items() if version < oldest)
         # One step per version and no batch is ever taken back: the version numbers the batch.
-        batch = BatchFormed(state.version, state.version, tuple(g.number for g in chosen), oldest, masked)
+        numbers = tuple(g.number for g in chosen)
+        batch = BatchFormed(state.version, state.version, numbers, oldest, masked, learning_rate)
         self._happened(batch)
         return batch
 
@@ -367,6 +382,11 @@ class Scheduler:
         """A checkpoint of `version` is complete at `path`."""
         self._check_version(version)
         self._happened(Checkpointed(version, path))
+
+    def evaluated(self, label: str, success: float) -> None:
+        """An evaluation ended. NaN (no episode finished) is not recorded."""
+        if math.isfinite(success):
+            self._happened(Evaluated(label, success))
 
     def _check_version(self, version: int) -> None:
         if not 0 <= version <= self.state.version:

@@ -1,15 +1,17 @@
 """What the controller asks of a server and of the trainer.
 
 The real clients are `workers.rollout.client.SGLangClient` and `workers.trainer.client.HttpTrainer`; a simulation
-stands in at these two borders and nowhere else.
+stands in at these two borders and nowhere else. `Workers` is who starts both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from areal.agents.template import Template
 from areal.types import Floats, Generation, Ints, Sampling, TensorSpec, TrainRequest, TrainStats
 
 
@@ -94,6 +96,16 @@ class TrainerClient(Protocol):
         """Write the weights in Hugging Face format (config, tokenizer and safetensors), whole or not at all."""
         ...
 
+    async def stage(self, folder: str) -> None:
+        """Begin a checkpoint of the current version, for `folder`. Returns when weights and optimizer state are copied
+        aside: the next step may change them. One that was staged and not written is forgotten."""
+        ...
+
+    async def write(self) -> None:
+        """Bring what was staged to disk while training goes on. `folder` appears whole or not at all, a model folder
+        from which the ranks can also go on exactly. Written or failed, what was staged is forgotten then."""
+        ...
+
     async def specs(self) -> list[TensorSpec]:
         """The tensors that `broadcast` sends, in its order."""
         ...
@@ -109,3 +121,43 @@ class TrainerClient(Protocol):
     async def leave_group(self, group: str) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class Workers(Protocol):
+    """Starts the servers and ranks of one run, and ends them. The real ones are `workers.local.LocalWorkers`.
+
+    inline: whether all of the run happens in one thread (a simulation). can_restart: whether a dead server can be
+    started again; else it belongs to somebody. The others are known once `start` has returned: group_backend is that
+    of torch.distributed for weight groups; context_length counts the tokens that a prompt and its answer may have.
+    """
+
+    inline: bool
+    can_restart: bool
+    group_backend: str
+    vocab_size: int
+    context_length: int
+    stop_ids: set[int]
+    template: Template | None
+
+    def check(self) -> None:
+        """What can be refused before anything starts, ConfigError: model, placement, ports. Blocks."""
+        ...
+
+    async def start(
+        self, folder: Path, attempt: int, version: int, checkpoint: Path | None
+    ) -> tuple[TrainerClient, list[ServerClient]]:
+        """Everything at once, side by side, at `version`: the weights of `checkpoint`, or of `model.path` when there is
+        none yet. folder: the run's. Raises ProcessError or TrainerError for what does not come up."""
+        ...
+
+    async def restart_server(self, index: int) -> ServerClient:
+        """End what is left of a server, start it again, and return once it is ready. Raises ProcessError."""
+        ...
+
+    async def server_exited(self, index: int) -> str:
+        """Returns why, once the process of that server has ended."""
+        ...
+
+    async def close(self) -> None:
+        """End all of it."""
+        ...

@@ -37,8 +37,8 @@ def test_the_encoding_is_pinned():
     assert facts.encode(Finished(3, 1, 0.5, ((2, 7), (3, 9)))) == (
         b'["Finished",{"group":3,"member":1,"reward":0.5,"tokens":[[2,7],[3,9]]}]'
     )
-    assert facts.encode(BatchFormed(4, 4, (1, 2), 2, 10)) == (
-        b'["BatchFormed",{"batch":4,"from_version":4,"groups":[1,2],"oldest_version":2,"masked_tokens":10}]'
+    assert facts.encode(BatchFormed(4, 4, (1, 2), 2, 10, 0.5)) == (
+        b'["BatchFormed",{"batch":4,"from_version":4,"groups":[1,2],"oldest_version":2,"masked_tokens":10,"learning_rate":0.5}]'
     )
 
 

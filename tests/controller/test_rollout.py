@@ -45,7 +45,7 @@ class World:
             self.loop.drop(fact.group)
         self.changed.notify()
 
-    def episode(self, group: int, member: int, task_id: str, agent: str) -> Episode:
+    def episode(self, group: int, member: int, task_id: str, agent: str, first: bool) -> Episode:
         return Episode(
             generate=self.generate,
             template=None,

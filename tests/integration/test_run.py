@@ -65,7 +65,7 @@ async def test_ten_asynchronous_steps_account_for_every_group(tiny_qwen3: Path, 
     summary = json.loads(folder.summary_file.read_text())
     assert summary["steps"] == summary["version"] == 10
     assert summary["success_before"] == before.success
-    assert 0 < summary["max_staleness_trained"]
+    assert summary["max_staleness_trained"] > 0
     assert summary["tokens_generated"] > summary["tokens_trained"] / 10 > 0
     assert summary["logprob_gap_max"] < 1e-3
     assert 0 < summary["weights_pause_share"] < 1
@@ -168,7 +168,7 @@ async def test_a_server_that_is_killed_in_mid_generation_is_replaced_and_no_epis
         (server,) = controller.cluster.fleet.servers
         while not server.calls:
             await asyncio.sleep(0.01)
-        controller.cluster._children[0].kill()
+        controller.cluster.workers._children[0].kill()
         await train
         state, stats = controller.scheduler.state, controller.cluster.fleet.stats()
     assert state.version == 4

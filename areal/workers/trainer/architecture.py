@@ -1,20 +1,48 @@
-"""What a Hugging Face config.json says about a model, as far as a rank must know it.
+"""What a model folder says about itself: `Architecture` of its config.json, `Saved` of a checkpoint's trainer state.
 
-Reads plain JSON: neither torch nor transformers nor Megatron is imported, so that the controller can refuse a model
+Reads plain JSON: neither torch nor transformers nor Megatron is imported, so that the controller can refuse a folder
 before anything starts.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from areal.errors import ConfigError
+from areal.errors import ConfigError, TrainerError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of `model_type` that the ranks can build."""
+
+TRAINER = "trainer"
+"""Folder inside a checkpoint that has what a model folder has not: the optimizer's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint was made from: the step it covers, and the type of the weights that were trained."""
+
+    version: int
+    dtype: str
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Saved:
+        """Read `folder`/trainer/saved.json. Raises TrainerError for a folder that is no checkpoint of a trainer."""
+        path = Path(folder) / TRAINER / "saved.json"
+        try:
+            return cls(**json.loads(path.read_text()))
+        except OSError as error:
+            raise TrainerError(
+                f"no training can go on from {folder}: {path}: {error.strerror}; name a checkpoint that the trainer "
+                f"wrote, or start a new run from its weights with model.path={folder}"
+            ) from None
+        except (ValueError, TypeError) as error:
+            raise TrainerError(f"{path} is damaged ({error}); name another checkpoint") from None
+
+    def write(self, folder: Path) -> None:
+        (folder / TRAINER / "saved.json").write_text(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ GRACE_S = 2.0
 
 class HttpTrainer:
     """`urls` are the first ranks of the data-parallel groups, in order; `children` the processes, if they are ours:
-    `close` ends them. timeout_s is for steps, log-probs and exports, group_timeout_s for what has to do with groups.
+    `close` ends them. timeout_s is for steps, log-probs, exports and checkpoints, group_timeout_s for what has to do
+    with groups.
 
     Use it in one event loop. Every method raises TrainerError, which names the rank.
     """
@@ -47,6 +48,7 @@ class HttpTrainer:
         self._urls = list(urls)
         self._timeout_s, self._group_timeout_s = timeout_s, group_timeout_s
         self._children = list(children)
+        self._staged = ""
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {token}"}, timeout=aiohttp.ClientTimeout(total=None)
         )
@@ -84,6 +86,16 @@ class HttpTrainer:
     async def export(self, folder: str) -> None:
         """Write the weights in Hugging Face format (config, tokenizer and safetensors), whole or not at all."""
         await self._first("export", {"folder": folder}, self._timeout_s)
+
+    async def stage(self, folder: str) -> None:
+        """Begin a checkpoint of the current version, for `folder`: copy weights and optimizer state aside. One that was
+        staged and not written is forgotten."""
+        self._staged = folder
+        await self._first("stage", {"folder": folder}, self._timeout_s)
+
+    async def write(self) -> None:
+        """Bring what was staged to disk, whole or not at all, while the ranks do other things. It is forgotten then."""
+        await self._first("write", {"folder": self._staged}, self._timeout_s)
 
     async def specs(self) -> list[TensorSpec]:
         """The tensors that `broadcast` sends, in its order."""

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -139,15 +139,25 @@ def write_folder(
     files: as from `companions`; `dtype` is written into config.json. Raises TrainerError when it cannot be written
     (disk full, no such place); nothing is left behind then.
     """
+    with whole(folder, "weights") as partial:
+        fill(partial, tensors, files, dtype)
+
+
+@contextmanager
+def whole(folder: Path | str, what: str) -> Iterator[Path]:
+    """An empty folder for the block to fill, which then appears as `folder`, all of it on disk. One that exists is
+    replaced.
+
+    Raises TrainerError, which says `what` could not be written, also for an OSError or SafetensorError of the block;
+    nothing is left behind then.
+    """
     folder = Path(folder)
     partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for name, content in files.items():
-            (partial / name).write_bytes(_with_dtype(content, dtype) if name == "config.json" else content)
-        _write_weights(partial, tensors)
-        for path in (*partial.iterdir(), partial):
+        yield partial
+        for path in (*partial.rglob("*"), partial):
             _sync(path)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -158,10 +168,17 @@ def write_folder(
         free = ""
         with suppress(OSError):
             free = f"; {shutil.disk_usage(folder.parent).free / 1e6:,.0f} MB are free there"
-        raise TrainerError(f"cannot write the weights to {folder}: {error}{free}") from error
+        raise TrainerError(f"cannot write the {what} to {folder}: {error}{free}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def fill(folder: Path, tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes], dtype: str) -> None:
+    """Write weights and companions into a folder that is there. Raises OSError or SafetensorError."""
+    for name, content in files.items():
+        (folder / name).write_bytes(_with_dtype(content, dtype) if name == "config.json" else content)
+    _write_weights(folder, tensors)
 
 
 def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

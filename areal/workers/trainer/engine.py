@@ -27,8 +27,9 @@ from torch import Tensor
 from areal.algorithms.losses import ppo_loss, sft_loss
 from areal.errors import TrainerError, VersionConflict
 from areal.types import NOT_SAMPLED, Floats, Ints, MiniBatch, TensorSpec, TrainRequest, TrainStats
-from areal.workers.trainer import convert
-from areal.workers.trainer.architecture import Architecture
+from areal.workers.trainer import checkpoint, convert
+from areal.workers.trainer.architecture import Architecture, Saved
+from areal.workers.trainer.checkpoint import Checkpoint, OptimizerState
 from areal.workers.trainer.model import Scorer, build
 from areal.workers.trainer.wire import RankSettings
 
@@ -55,23 +56,28 @@ class _Micro:
 
 
 class Engine:
-    """Builds the rank's model from `settings.model_path`. torch.distributed must be initialised."""
+    """Builds the rank's model from `settings.model_path`, or model and optimizer from `settings.checkpoint`.
+
+    torch.distributed must be initialised.
+    """
 
     def __init__(self, settings: RankSettings) -> None:
         self.attempt, self.version = settings.attempt, settings.version
         self._settings = settings
         self._torn = ""
         self._last: tuple[tuple[int, int, int], TrainStats] | None = None
+        self._staged: Checkpoint | None = None
         parallel_state.initialize_model_parallel(
             create_gloo_process_groups=False, distributed_timeout_minutes=settings.timeout_s / 60
         )
         self._group = parallel_state.get_data_parallel_group()
         self._device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         self._dtype = getattr(torch, settings.dtype)
-        self._architecture = Architecture.read(settings.model_path)
-        self._companions = convert.companions(settings.model_path)
+        source = settings.checkpoint or settings.model_path
+        self._architecture = Architecture.read(source)
+        self._companions = convert.companions(source)
         model = build(self._architecture, self._dtype)
-        convert.load(model, settings.model_path, self._architecture)
+        convert.load(model, source, self._architecture)
         self._model = DistributedDataParallel(
             model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
         )
@@ -90,6 +96,8 @@ class Engine:
             [self._model],
             use_gloo_process_groups=False,
         )
+        if settings.checkpoint:
+            checkpoint.load(settings.checkpoint, model, self._optimizer)
 
     # ------------------------------------------------------------------ training
 
@@ -254,6 +262,25 @@ class Engine:
         """Write a Hugging Face folder, whole or not at all. Raises TrainerError when it cannot be written."""
         self._check_whole()
         convert.write_folder(Path(folder), self.tensors(), self._companions, self._settings.dtype)
+
+    def stage(self, folder: str) -> None:
+        """Copy weights and optimizer state aside, for a checkpoint at `folder`; `write` takes it from there."""
+        self._check_whole()
+        self._staged = None  # its memory may be needed
+        self._staged = Checkpoint(
+            Path(folder),
+            Saved(self.version, self._settings.dtype),
+            self._companions,
+            {name: checkpoint.copy(tensor) for name, tensor in self.tensors()},
+            OptimizerState.of(self._model.module, self._optimizer),
+        )
+
+    def write(self, folder: str) -> None:
+        """Write what was staged for `folder`, whole or not at all; may run on another thread. Raises TrainerError."""
+        staged, self._staged = self._staged, None
+        if staged is None or staged.folder != Path(folder):
+            raise TrainerError(f"no checkpoint is staged for {folder!r}: stage it, write it, then stage the next")
+        staged.write()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of all weights, in the order of `specs`."""

@@ -16,7 +16,7 @@ from areal.config import Config
 from areal.errors import ConfigError, TrainerError
 from areal.workers.placement import visible
 from areal.workers.process import Child, free_port
-from areal.workers.trainer.architecture import Architecture
+from areal.workers.trainer.architecture import Architecture, Saved
 from areal.workers.trainer.client import HttpTrainer
 from areal.workers.trainer.rank import HOST, to_json
 from areal.workers.trainer.wire import TOKEN, RankSettings
@@ -33,22 +33,28 @@ async def start_trainer(
     attempt: int,
     devices: Sequence[int] = (),
     version: int = 0,
+    checkpoint: str = "",
 ) -> HttpTrainer:
     """Start `config.trainer.ranks` processes with the weights of the folder `model_path`, which count as `version`.
 
-    devices: the GPU of each rank; empty on a machine without GPUs. Each rank's output goes to
-    `log_folder`/trainer-<rank>.log. Raises ConfigError for a model that cannot be trained, before anything starts;
-    TrainerError, with the last lines of its log, for a rank that ends or is not ready in `trainer.start_timeout_s`.
+    checkpoint: the folder of a `write`, from which training goes on bit for bit, whatever the number of ranks was then;
+    `model_path` is not read. devices: the GPU of each rank; empty on a machine without GPUs. Each rank's output goes to
+    `log_folder`/trainer-<rank>.log. Raises ConfigError for a model that cannot be trained and TrainerError for a
+    checkpoint that is none, or of another version or dtype, before anything starts; TrainerError, with the last lines
+    of its log, for a rank that ends or is not ready in `trainer.start_timeout_s`.
     """
     ranks = config.trainer.ranks
     if devices and len(devices) != ranks:
         raise ConfigError(f"placement.ranks={list(devices)} names {len(devices)} devices for trainer.ranks={ranks}")
-    await asyncio.to_thread(Architecture.read, model_path)
+    if checkpoint:
+        await asyncio.to_thread(_check, checkpoint, Saved(version, config.model.dtype))
+    await asyncio.to_thread(Architecture.read, checkpoint or model_path)
     token = secrets.token_urlsafe(32)
     addresses: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future() for _ in range(ranks)]
     registry = await asyncio.start_server(_registrar(token, addresses), HOST, 0)
     settings = RankSettings(
         model_path=str(model_path),
+        checkpoint=str(checkpoint),
         dtype=config.model.dtype,
         attempt=attempt,
         version=version,
@@ -100,6 +106,17 @@ async def start_trainer(
         group_timeout_s=config.weights.timeout_s,
         children=children,
     )
+
+
+def _check(checkpoint: str, wanted: Saved) -> None:
+    saved = Saved.read(checkpoint)
+    if saved.version != wanted.version:
+        raise TrainerError(f"{checkpoint} is of version {saved.version}; version {wanted.version} is to be trained on")
+    if saved.dtype != wanted.dtype:
+        raise TrainerError(
+            f"{checkpoint} was trained in {saved.dtype}; model.dtype={wanted.dtype} cannot go on from it exactly: set "
+            f"model.dtype={saved.dtype}, or start a new run with model.path={checkpoint}"
+        )
 
 
 def _registrar(

@@ -1,10 +1,11 @@
 """One trainer rank: `python -m areal.workers.trainer.rank SETTINGS`, SETTINGS being RankSettings as JSON.
 
-A small HTTP server on a thread takes requests from the controller; the main thread works on them one after another.
+A small HTTP server on a thread takes requests from the controller; the main thread works on them one after another, and
+a third thread writes checkpoints.
 Expects torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and the token in AREAL_TRAINER_TOKEN. Once the model is
 loaded the rank says its address to `settings.register`.
 
-    POST /train /logprobs /export /specs /join_group /broadcast /leave_group    GET /health
+    POST /train /logprobs /export /stage /write /specs /join_group /broadcast /leave_group    GET /health
 
 An error is answered by status 409 (VersionConflict), 401 (wrong token) or 500 with JSON: `error` (its text), `kind`
 (its class), `traceback`.
@@ -13,6 +14,7 @@ An error is answered by status 409 (VersionConflict), 401 (wrong token) or 500 w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import os
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from areal.workers.trainer.sender import Sender
 
 HOST = "127.0.0.1"
-Job = Callable[[], bytes]
+Job = tuple[Callable[[], bytes], "Future[bytes]"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -49,19 +51,17 @@ class Rank:
 
     def __init__(self, engine: Engine, sender: Sender, token: str) -> None:
         self._engine, self._sender, self._token = engine, sender, token
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[bytes]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Work on jobs, without end. Call it from the main thread."""
+        threading.Thread(target=self._work, args=(self._writes,), name="write", daemon=True).start()
+        self._work(self._jobs)
+
+    def _work(self, jobs: queue.SimpleQueue[Job]) -> None:
         while True:
-            job, future = self._jobs.get()
-            if not future.set_running_or_notify_cancel():  # its client has gone
-                continue
-            try:
-                future.set_result(job())
-            except Exception as error:
-                traceback.print_exc()
-                future.set_exception(error)
+            _do(*jobs.get())
 
     def serve(self) -> int:
         """Start the HTTP server on a thread of its own; returns its port."""
@@ -87,8 +87,9 @@ class Rank:
     def _application(self) -> web.Application:
         application = web.Application(middlewares=[self._authorise], client_max_size=0)
         application.router.add_get("/health", self._health)
-        for name in ("train", "logprobs", "export", "specs", "join_group", "broadcast", "leave_group"):
-            application.router.add_post(f"/{name}", self._handler(getattr(self, f"_{name}")))
+        for name in ("train", "logprobs", "export", "stage", "specs", "join_group", "broadcast", "leave_group"):
+            application.router.add_post(f"/{name}", self._handler(getattr(self, f"_{name}"), self._jobs))
+        application.router.add_post("/write", self._handler(self._write, self._writes))
         return application
 
     @web.middleware
@@ -98,11 +99,11 @@ class Rank:
             return _failure(401, TrainerError("wrong token"))
         return await handler(request)
 
-    def _handler(self, action: Callable[[bytes], bytes]) -> Handler:
+    def _handler(self, action: Callable[[bytes], bytes], jobs: queue.SimpleQueue[Job]) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             body = await request.read()
             future: Future[bytes] = Future()
-            self._jobs.put((lambda: action(body), future))
+            jobs.put((lambda: action(body), future))
             try:
                 return web.Response(body=await asyncio.wrap_future(future))
             except VersionConflict as error:
@@ -117,7 +118,7 @@ class Rank:
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"pid": os.getpid(), "attempt": self._engine.attempt, "version": self._engine.version})
 
-    # Each of these runs on the main thread.
+    # Each of these runs on the main thread, except `_write`.
 
     def _train(self, body: bytes) -> bytes:
         return wire.pack_stats(self._engine.train(wire.unpack_request(body)))
@@ -127,6 +128,14 @@ class Rank:
 
     def _export(self, body: bytes) -> bytes:
         self._engine.export(wire.unpack(body)[0]["folder"])
+        return wire.pack({})
+
+    def _stage(self, body: bytes) -> bytes:
+        self._engine.stage(wire.unpack(body)[0]["folder"])
+        return wire.pack({})
+
+    def _write(self, body: bytes) -> bytes:
+        self._engine.write(wire.unpack(body)[0]["folder"])
         return wire.pack({})
 
     def _specs(self, body: bytes) -> bytes:
@@ -145,6 +154,17 @@ class Rank:
         return wire.pack({})
 
 
+def _do(job: Callable[[], bytes], future: Future[bytes]) -> None:
+    if not future.set_running_or_notify_cancel():  # its client has gone
+        return
+    try:
+        future.set_result(job())
+    except Exception as error:
+        future.set_exception(error)
+        with contextlib.suppress(OSError):  # the disk of the log may be full
+            traceback.print_exc()
+
+
 def _failure(status: int, error: Exception) -> web.Response:
     body: dict[str, Any] = {
         "error": str(error),
@@ -157,6 +177,7 @@ def _failure(status: int, error: Exception) -> web.Response:
 def main(settings: wire.RankSettings) -> None:
     token = os.environ.pop(wire.TOKEN)
     warnings.filterwarnings("ignore", module="megatron")  # a dozen, about optional packages that are not there
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint is saved by one rank
     from areal.workers.trainer import cpu
 
     on_cpu = cpu.install()

@@ -28,9 +28,11 @@ class WireError(ValueError):
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     """What a rank is started with, besides the variables of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and
-    the token. `register` is the host:port where it says its address once it is ready."""
+    the token. `register` is the host:port where it says its address once it is ready. With a `checkpoint` (a folder,
+    else ""), weights and optimizer state are its, and `model_path` is not read."""
 
     model_path: str
+    checkpoint: str
     dtype: str
     attempt: int
     version: int

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from areal.errors import ConfigError
-from areal.workers.trainer.architecture import Architecture, Rope
+from areal.errors import ConfigError, TrainerError
+from areal.workers.trainer.architecture import TRAINER, Architecture, Rope, Saved
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -92,3 +92,15 @@ def test_no_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json"):
         Architecture.read(tmp_path)
+
+
+def test_what_a_checkpoint_was_made_from(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=rf"{tmp_path}/trainer/saved\.json: No such file .* model\.path={tmp_path}"):
+        Saved.read(tmp_path)
+    (tmp_path / TRAINER).mkdir()
+    Saved(7, "bfloat16").write(tmp_path)
+    assert Saved.read(tmp_path) == Saved(7, "bfloat16")
+    for content in ("", "[]", '{"version": 7}'):
+        (tmp_path / TRAINER / "saved.json").write_text(content)
+        with pytest.raises(TrainerError, match=r"saved\.json is damaged"):
+            Saved.read(tmp_path)

@@ -112,6 +112,19 @@ async def test_logprobs_come_back_in_order() -> None:
             assert [s.tolist() for s in got] == [(2.0 * s).tolist() for s in given[:count]]
 
 
+async def test_a_checkpoint_is_the_first_ranks_work() -> None:
+    seen: list[tuple[str, Any]] = []
+
+    async def remember(http: web.Request) -> web.Response:
+        seen.append((http.match_info["name"], wire.unpack(await http.read())[0]))
+        return web.Response(body=wire.pack({}))
+
+    async with ranks(remember, hanging) as client:
+        await client.stage("a/step-1")
+        await client.write()
+    assert seen == [("stage", {"folder": "a/step-1"}), ("write", {"folder": "a/step-1"})]
+
+
 @pytest.mark.parametrize(
     ("handler", "text"),
     [

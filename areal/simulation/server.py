@@ -1,0 +1,435 @@
+"""A simulated SGLang server: `SimulatedServer` is the process, `SimulatedClient` its `ServerClient`.
+
+Continuous batching is computed, not stepped through: n running requests decode at the same speed, so each ends when
+the tokens that one request has decoded so far pass its own mark. What SGLang does at its borders is kept: an abort of a
+request that has not arrived does nothing, a load aborts what runs and empties the cache, requests that arrive during
+a load wait for its end, a full KV cache sends the youngest request back into the queue.
+
+What is sampled can be checked: token i + 1 follows from token i (`follow`), and the log-prob names the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from areal.errors import ServerLost, ServerRefused
+from areal.simulation.weights import Weights
+from areal.types import Finish, Floats, Generation, Ints, Sampling, TensorSpec
+from areal.workers.protocols import ServerInfo, WeightGroup
+from areal.workers.rollout.client import ABORT_TIMEOUT_S, HEALTH_TIMEOUT_S, version_of
+
+SAMPLED = 1000
+"""Sampled ids are SAMPLED to SAMPLED + CYCLE - 1; the ids of prompts and tools are below."""
+CYCLE = 997
+STEP = 10
+VOCAB = SAMPLED + CYCLE
+DISCONNECT_S = 1.0
+"""Seconds after which a server notices that whoever asked has closed the connection."""
+
+
+def follow(last: int, count: int) -> Ints:
+    """The `count` ids that a server samples after the id `last`."""
+    first = (last + 7) % CYCLE
+    return (SAMPLED + (first + STEP * np.arange(count)) % CYCLE).astype(np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on a server. mark: where the decoding clock must come to for its end; done: spans of (weights, number
+    of tokens) sampled so far, without those since `start`."""
+
+    rid: str
+    ids: Ints
+    limit: int
+    length: int
+    answer: asyncio.Future[Generation]
+    spans: list[tuple[Weights, str, int]] = field(default_factory=list)
+    start: float = 0.0
+    prefill: float = 0.0
+    mark: float = 0.0
+
+    @property
+    def sampled(self) -> int:
+        return sum(count for _, _, count in self.spans)
+
+
+@dataclass(slots=True)
+class Speed:
+    """decode: tokens a second of a request that runs alone; half: running requests at which each is half as fast;
+    prefill: prompt tokens that take as long as one decoded token; load_s, start_s: seconds of a load and a start;
+    latency_s: one way to the server."""
+
+    decode: float = 100.0
+    half: float = 16.0
+    prefill: float = 50.0
+    load_s: float = 0.5
+    start_s: float = 10.0
+    latency_s: float = 0.001
+
+
+@dataclass(slots=True)
+class Trouble:
+    """What is wrong with a server now. Shares are chances per request; wrong_weights is the next load's."""
+
+    hung: bool = False
+    slow: float = 1.0
+    refuse: float = 0.0
+    garbage: float = 0.0
+    lose: float = 0.0
+    repeat: float = 0.0
+    wrong_weights: bool = False
+
+
+class SimulatedServer:
+    """length(): how many tokens the model's next answer has by itself."""
+
+    def __init__(
+        self,
+        index: int,
+        weights: Weights,
+        label: str,
+        *,
+        speed: Speed,
+        max_running: int,
+        kv_tokens: int,
+        length: random.Random,
+        mean_length: float,
+    ) -> None:
+        self.index = index
+        self.weights = weights
+        self.label = label
+        self.speed = speed
+        self.trouble = Trouble()
+        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.retractions = 0
+        self._max_running = max_running
+        self._kv_tokens = kv_tokens
+        self._random = length
+        self._mean_length = mean_length
+        self._running: dict[str, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._ends: list[tuple[float, int, Job]] = []
+        self._count = 0
+        self._decoded = 0.0
+        self._since = asyncio.get_running_loop().time()
+        self._loading = False
+        self._well = asyncio.Event()
+        self._well.set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def alive(self) -> bool:
+        return not self.exited.done()
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [*self._running.values(), *self._waiting]
+
+    def submit(self, rid: str, ids: Ints, sampling: Sampling) -> Job:
+        length = 1 + int(self._random.expovariate(1 / self._mean_length))
+        answer = asyncio.get_running_loop().create_future()
+        job = Job(rid, ids, sampling.max_new_tokens, length, answer)
+        self._advance()
+        self._waiting.append(job)
+        self._schedule()
+        return job
+
+    def abort(self, rid: str) -> None:
+        self._advance()
+        for job in self.jobs:
+            if job.rid.startswith(rid):
+                self._finish(job, "abort")
+        self._schedule()
+
+    def crash(self, why: str) -> None:
+        if self.alive:
+            self.exited.set_result(why)
+            if self._timer:
+                self._timer.cancel()
+            for job in self.jobs:
+                if not job.answer.done():
+                    job.answer.set_exception(ServerLost(f"server {self.index}: {why}"))
+                    job.answer.exception()
+            self._running.clear()
+            self._waiting.clear()
+
+    def hang(self, hung: bool) -> None:
+        self._advance()
+        self.trouble.hung = hung
+        (self._well.clear if hung else self._well.set)()
+        self._schedule()
+
+    def slow(self, factor: float) -> None:
+        self._advance()
+        self.trouble.slow = factor
+        self._schedule()
+
+    async def load(self, weights: Weights, label: str) -> None:
+        """Abort everything, load, take the label."""
+        self.abort("")
+        self._loading = True
+        self._schedule()
+        try:
+            await asyncio.sleep(self.speed.load_s * self.trouble.slow)
+            await self._well.wait()
+            self.weights, self.label = weights, label
+            if self.trouble.wrong_weights:
+                self.trouble.wrong_weights = False
+                self.weights = weights.corrupted()
+        finally:
+            self._advance()
+            self._loading = False
+            self._schedule()
+
+    # -- the batch
+
+    def _rate(self) -> float:
+        """Tokens a second that each running request decodes."""
+        if self._loading or self.trouble.hung or not self._running:
+            return 0.0
+        return self.speed.decode / (1 + len(self._running) / self.speed.half) / self.trouble.slow
+
+    def _advance(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._decoded += (now - self._since) * self._rate()
+        self._since = now
+
+    def _tokens(self, job: Job) -> int:
+        """Sampled since it (re)started."""
+        done = int(self._decoded - job.start - job.prefill + 1e-6)
+        return max(0, min(done, min(job.limit, job.length) - job.sampled))
+
+    def _used(self) -> int:
+        return sum(len(job.ids) + job.sampled + self._tokens(job) for job in self._running.values())
+
+    def _schedule(self) -> None:
+        """Start what fits, then set the timer for the next end or the next full cache."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if not self.alive:
+            return
+        while self._waiting and len(self._running) < self._max_running and not self._loading:
+            job = self._waiting[0]
+            if self._running and self._used() + len(job.ids) + job.sampled + 1 > self._kv_tokens:
+                break
+            self._waiting.popleft()
+            self._running[job.rid] = job
+            job.start = self._decoded
+            job.prefill = (len(job.ids) + job.sampled) / self.speed.prefill
+            job.mark = job.start + job.prefill + min(job.limit, job.length) - job.sampled
+            self._count += 1
+            heapq.heappush(self._ends, (job.mark, self._count, job))
+        rate = self._rate()
+        if not rate:
+            return
+        while self._ends and self._running.get(self._ends[0][2].rid) is not self._ends[0][2]:
+            heapq.heappop(self._ends)
+        left = self._ends[0][0] - self._decoded
+        if len(self._running) > 1:
+            left = min(left, max(0.0, self._kv_tokens - self._used() + 1) / len(self._running) + 0.01)
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, left) / rate, self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._advance()
+        while self._ends and self._ends[0][0] <= self._decoded + 1e-6:
+            job = heapq.heappop(self._ends)[2]
+            if self._running.get(job.rid) is job and job.mark <= self._decoded + 1e-6:
+                self._finish(job, "length" if job.length >= job.limit else "stop")
+        while len(self._running) > 1 and self._used() > self._kv_tokens:
+            job = next(reversed(self._running.values()))
+            self._keep(job)
+            del self._running[job.rid]
+            self._waiting.appendleft(job)
+            self.retractions += 1
+        self._schedule()
+
+    def _keep(self, job: Job) -> None:
+        if count := self._tokens(job):
+            job.spans.append((self.weights, self.label, count))
+
+    def _finish(self, job: Job, finish: Finish) -> None:
+        if self._running.pop(job.rid, None) is job:
+            self._keep(job)
+        elif job in self._waiting:
+            self._waiting.remove(job)
+        if not job.answer.done():
+            job.answer.set_result(_generation(job, finish))
+
+
+def _generation(job: Job, finish: Finish) -> Generation:
+    counts = [count for _, _, count in job.spans]
+    versions = [version_of(label, label.rpartition(":")[0]) for _, label, _ in job.spans]
+    return Generation(
+        follow(int(job.ids[-1]), sum(counts)),
+        np.repeat(np.array([weights.logprob for weights, _, _ in job.spans], np.float32), counts),
+        np.repeat(np.array(versions, np.int32), counts),
+        finish,
+    )
+
+
+class SimulatedClient:
+    """See `ServerClient`. What the real client refuses as garbage is refused here by `Trouble`'s chance."""
+
+    def __init__(self, server: SimulatedServer, groups: dict[str, Rendezvous], chance: random.Random, timeout_s: float):
+        self.url = f"sim://{server.index}"
+        self.server = server
+        self.aborted: set[str] = set()
+        self._groups = groups
+        self._chance = chance
+        self._timeout_s = timeout_s
+
+    async def generate(self, rid: str, input_ids: Ints, sampling: Sampling) -> Generation:
+        await self._reach(None)
+        trouble = self.server.trouble
+        if self._happens(trouble.refuse):
+            raise ServerRefused(f"{self.url}/generate: HTTP 500")
+        if self._happens(trouble.repeat):  # the request came twice; nobody reads the other answer
+            self.server.submit(f"{rid}-again", input_ids, sampling)
+        job = self.server.submit(rid, input_ids, sampling)
+        try:
+            answer = await job.answer
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(DISCONNECT_S, self._disconnected, rid)
+            raise
+        await asyncio.sleep(self.server.speed.latency_s)
+        if self._happens(trouble.lose):
+            raise ServerLost(f"{self.url}/generate: the connection broke")
+        if self._happens(trouble.garbage):
+            raise ServerRefused(f"{self.url}/generate: not an answer")
+        return answer
+
+    async def abort(self, rid: str) -> None:
+        self.aborted.add(rid)
+        await self._reach(ABORT_TIMEOUT_S)
+        self.server.abort(rid)
+
+    async def info(self) -> ServerInfo:
+        await self._reach(self._timeout_s)
+        return ServerInfo(self.server.label, "", 10**6)
+
+    async def healthy(self) -> bool:
+        try:
+            await self._reach(HEALTH_TIMEOUT_S)
+        except ServerLost:
+            return False
+        return True
+
+    async def load_disk(self, folder: str, label: str) -> None:
+        await self._within(self._load_disk(folder, label))
+
+    async def _load_disk(self, folder: str, label: str) -> None:
+        await self._reach(None)
+        self._maybe_refuse("/update_weights_from_disk")
+        await self.server.load(Weights.read(Path(folder)), label)
+
+    async def join_group(self, group: WeightGroup, rank: int) -> None:
+        await self._reach(self._timeout_s)
+        await self._within(self._groups.setdefault(group.name, Rendezvous(group.world_size)).meet("join"))
+
+    async def load_group(self, group: str, specs: Sequence[TensorSpec], label: str) -> None:
+        await self._within(self._load_group(group, label))
+
+    async def _load_group(self, group: str, label: str) -> None:
+        await self._reach(None)
+        self._maybe_refuse("/update_weights_from_distributed")
+        self.server.abort("")
+        meeting = self._groups.get(group)
+        if meeting is None:
+            raise ServerRefused(f"{self.url}: no group {group}")
+        await meeting.meet("send")
+        assert meeting.sent is not None
+        await self.server.load(meeting.sent, label)
+
+    async def leave_group(self, group: str) -> None:
+        await self._reach(self._timeout_s)
+        if meeting := self._groups.pop(group, None):
+            meeting.break_up()
+
+    async def flush(self) -> None:
+        await self._reach(self._timeout_s)
+        while self.server.alive and self.server.jobs:  # a request that arrived after the abort
+            self.server.abort("")
+            await asyncio.sleep(0.05)
+
+    async def score(self, ids: Ints) -> Floats:
+        await self._reach(self._timeout_s)
+        return self.server.weights.score(len(ids))
+
+    async def close(self) -> None:
+        pass
+
+    async def _reach(self, timeout_s: float | None) -> None:
+        """To the server and, for a short call, back."""
+        await asyncio.sleep(self.server.speed.latency_s * (1 if timeout_s is None else 2))
+        if self.server.trouble.hung and self.server.alive:
+            waited = 0.0
+            while self.server.trouble.hung and self.server.alive:
+                await asyncio.sleep(1.0)
+                waited += 1.0
+                if timeout_s is not None and waited >= timeout_s:
+                    raise ServerLost(f"{self.url}: no answer within {timeout_s:g} s")
+        if not self.server.alive:
+            raise ServerLost(f"{self.url}: connection refused")
+
+    async def _within(self, work: object) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await work  # type: ignore[misc]
+        except TimeoutError:
+            raise ServerLost(f"{self.url}: no answer within {self._timeout_s:g} s") from None
+        if not self.server.alive:
+            raise ServerLost(f"{self.url}: the connection broke")
+
+    def _maybe_refuse(self, path: str) -> None:
+        if self._happens(self.server.trouble.refuse):
+            raise ServerRefused(f"{self.url}{path}: HTTP 500")
+
+    def _happens(self, chance: float) -> bool:
+        return chance > 0 and self._chance.random() < chance
+
+    def _disconnected(self, rid: str) -> None:
+        if self.server.alive and not self.server.trouble.hung:
+            self.server.abort(rid)
+
+
+class Rendezvous:
+    """A collective of `size` members: each waits until all have come, as in torch.distributed."""
+
+    def __init__(self, size: int) -> None:
+        self.sent: Weights | None = None
+        self._size = size
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+
+    async def meet(self, what: str) -> None:
+        future = asyncio.get_running_loop().create_future()
+        here = self._waiting.setdefault(what, [])
+        here.append(future)
+        if len(here) == self._size:
+            del self._waiting[what]
+            for each in here:
+                if not each.done():
+                    each.set_result(None)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future in here:
+                here.remove(future)
+            raise
+
+    def break_up(self) -> None:
+        """Whoever waits gets an error, as when a member closes its connections."""
+        for here in self._waiting.values():
+            for each in here:
+                if not each.done():
+                    each.set_exception(ServerRefused("the group was destroyed"))
+        self._waiting.clear()

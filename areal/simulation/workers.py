@@ -1,0 +1,188 @@
+"""The simulated workers of a run, and the faults that befall them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from areal.agents.template import Template
+from areal.config import Config
+from areal.errors import ProcessError
+from areal.simulation.server import VOCAB, Rendezvous, SimulatedClient, SimulatedServer, Speed
+from areal.simulation.trainer import SimulatedTrainer
+from areal.simulation.weights import Weights
+from areal.types import FlatBatch, TrainRequest
+from areal.workers.protocols import ServerClient, TrainerClient
+
+ServerFault = Literal["crash", "hang", "slow", "refuse", "garbage", "lose", "repeat", "wrong_weights", "no_restart"]
+TrainerFault = Literal["trainer_dead", "trainer_slow", "disk_full", "answer_lost"]
+FaultKind = ServerFault | TrainerFault
+SERVER_FAULTS: tuple[ServerFault, ...] = get_args(ServerFault)
+TRAINER_FAULTS: tuple[TrainerFault, ...] = get_args(TrainerFault)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """at: seconds after the workers are up. lasts: of those that pass. strength: chance or factor."""
+
+    kind: FaultKind
+    at: float
+    server: int = 0
+    lasts: float = 10.0
+    strength: float = 0.5
+
+
+@dataclass(slots=True)
+class World:
+    """What outlives a controller: the random numbers, the faults, what the trainer saw. One seed fixes all of it.
+
+    check(request, weights): told of each training step before it is taken.
+    """
+
+    seed: int
+    speed: Speed
+    kv_tokens: int
+    mean_length: float
+    trained_tokens_per_s: float
+    faults: Sequence[Fault]
+    groups_of: Callable[[FlatBatch], tuple[int, ...]]
+    check: Callable[[TrainRequest, Weights], None] = lambda request, weights: None
+    happened: Counter[str] = field(default_factory=Counter)
+    servers: list[SimulatedServer] = field(default_factory=list)
+    clients: list[SimulatedClient] = field(default_factory=list)
+    trainer: SimulatedTrainer | None = None
+
+    def workers(self, config: Config) -> SimulatedWorkers:
+        return SimulatedWorkers(config, self)
+
+
+class SimulatedWorkers:
+    """See `Workers`."""
+
+    inline = True
+    can_restart = True
+    group_backend = "gloo"
+    vocab_size = VOCAB
+    context_length = 10**6
+    template: Template | None = None
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.stop_ids: set[int] = set()
+        self._config = config
+        self._world = world
+        self._groups: dict[str, Rendezvous] = {}
+        self._fate: asyncio.Task[None] | None = None
+        self._no_restart = 0
+
+    def check(self) -> None:
+        pass
+
+    async def start(
+        self, folder: Path, attempt: int, version: int, checkpoint: Path | None
+    ) -> tuple[TrainerClient, list[ServerClient]]:
+        world = self._world
+        self._random = random.Random(f"{world.seed} {attempt}")
+        self._label = f"{folder.name}.{attempt}:{version}"
+        self._weights = Weights.read(checkpoint) if checkpoint else Weights()
+        self._timeout_s = self._config.weights.timeout_s
+        await asyncio.sleep(world.speed.start_s)
+        world.trainer = SimulatedTrainer(
+            self._weights,
+            attempt=attempt,
+            version=version,
+            tokens_per_s=world.trained_tokens_per_s,
+            groups=self._groups,
+            check=world.check,
+            groups_of=world.groups_of,
+            timeout_s=self._timeout_s,
+        )
+        world.servers, world.clients = [], []
+        for index in range(self._config.servers.count):
+            server, client = self._server(index)
+            world.servers.append(server)
+            world.clients.append(client)
+        self._fate = asyncio.create_task(self._suffer(), name="faults")
+        return world.trainer, list(world.clients)
+
+    async def restart_server(self, index: int) -> ServerClient:
+        world = self._world
+        world.servers[index].crash("it was ended")
+        await asyncio.sleep(world.speed.start_s)
+        if self._no_restart:
+            self._no_restart -= 1
+            raise ProcessError(f"server {index} did not start")
+        world.servers[index], world.clients[index] = self._server(index)
+        return world.clients[index]
+
+    async def server_exited(self, index: int) -> str:
+        return await asyncio.shield(self._world.servers[index].exited)
+
+    async def close(self) -> None:
+        if self._fate:
+            self._fate.cancel()
+            await asyncio.wait([self._fate])
+        for server in self._world.servers:
+            server.crash("the run is over")
+
+    def _server(self, index: int) -> tuple[SimulatedServer, SimulatedClient]:
+        world = self._world
+        server = SimulatedServer(
+            index,
+            self._weights,
+            self._label,
+            speed=world.speed,
+            max_running=self._config.servers.max_running,
+            kv_tokens=world.kv_tokens,
+            length=self._random,
+            mean_length=world.mean_length,
+        )
+        return server, SimulatedClient(server, self._groups, self._random, self._timeout_s)
+
+    async def _suffer(self) -> None:
+        start = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as faults:
+            for fault in self._world.faults:
+                faults.create_task(self._one(fault, start + fault.at))
+
+    async def _one(self, fault: Fault, when: float) -> None:
+        await asyncio.sleep(max(0.0, when - asyncio.get_running_loop().time()))
+        world, kind = self._world, fault.kind
+        world.happened[kind] += 1
+        server = world.servers[fault.server % len(world.servers)]
+        assert world.trainer
+        trouble = world.trainer.trouble
+        match kind:
+            case "crash":
+                server.crash("signal 9")
+            case "no_restart":
+                self._no_restart += 1
+                server.crash("signal 9")
+            case "hang":
+                server.hang(True)
+                await asyncio.sleep(fault.lasts)
+                server.hang(False)
+            case "slow":
+                server.slow(1 + 20 * fault.strength)
+                await asyncio.sleep(fault.lasts)
+                server.slow(1.0)
+            case "wrong_weights":
+                server.trouble.wrong_weights = True
+            case "refuse" | "garbage" | "lose" | "repeat":
+                setattr(server.trouble, kind, fault.strength)
+                await asyncio.sleep(fault.lasts)
+                setattr(server.trouble, kind, 0.0)
+            case "trainer_dead":
+                trouble.dead = True
+            case "trainer_slow":
+                trouble.slow = 1 + 10 * fault.strength
+                await asyncio.sleep(fault.lasts)
+                trouble.slow = 1.0
+            case "disk_full":
+                trouble.disk_full = True
+            case "answer_lost":
+                trouble.lose = True

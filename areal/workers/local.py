@@ -1,0 +1,181 @@
+"""The workers of a run as child processes on this machine, or servers that run already.
+
+All of it is the same for a laptop and for GPUs; what differs is where the launchers put the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from areal.agents.template import Template
+from areal.config import Config
+from areal.errors import ConfigError
+from areal.workers.placement import place
+from areal.workers.process import Child, check_port, free_port
+from areal.workers.protocols import ServerClient, TrainerClient
+from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label, open_session
+from areal.workers.rollout.launcher import check_model, launch_server, wait_ready
+from areal.workers.trainer.architecture import Architecture
+from areal.workers.trainer.launcher import start_trainer
+
+log = logging.getLogger("areal")
+
+STOP_S = 1.0
+"""Seconds that servers have to end by themselves when a run stops; then they are killed."""
+
+
+def model_folder(path: str) -> Path:
+    """The folder of `model.path`; a hub name is downloaded. Blocks. Raises ConfigError."""
+    if not path:
+        raise ConfigError("model.path is empty: set it to a folder in Hugging Face format, or to a hub name")
+    if Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/")):
+        return Path(path)
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(path))
+    except Exception as error:  # its own, and those of the HTTP library below
+        raise ConfigError(
+            f"model.path={path!r} is no folder, and as a hub name it could not be had ({type(error).__name__}: {error})"
+        ) from None
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> set[int]:
+    """The ids that end an answer: those of config.json, generation_config.json and the tokenizer."""
+    ends: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            found = json.loads((folder / name).read_text()).get("eos_token_id")
+            ends.update(found if isinstance(found, list) else [found])
+    ends.add(tokenizer.eos_token_id)
+    return {end for end in ends if isinstance(end, int)}
+
+
+class LocalWorkers:
+    """See `Workers`."""
+
+    inline = False
+    group_backend: str
+    vocab_size: int
+    context_length: int
+    stop_ids: set[int]
+    template: Template | None
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._children: dict[int, Child] = {}
+        self._stack = AsyncExitStack()
+        self.can_restart = not config.servers.urls
+
+    def check(self) -> None:
+        config = self._config
+        self._model = model_folder(config.model.path)
+        check_model(self._model, config.model.context_length)
+        self._placement = place(config)
+        self.group_backend = "nccl" if self._placement.ranks else "gloo"
+        if config.servers.port and not config.servers.urls:
+            for index in range(config.servers.count):
+                check_port(config.servers.port + index)
+
+    async def start(
+        self, folder: Path, attempt: int, version: int, checkpoint: Path | None
+    ) -> tuple[TrainerClient, list[ServerClient]]:
+        self._folder, self._attempt, self._version = folder, attempt, version
+        self._weights = checkpoint or self._model
+        self._origin = f"{folder.name}.{attempt}"
+        architecture = await asyncio.to_thread(Architecture.read, self._model)
+        self.vocab_size = architecture.vocab
+        self._context = self._config.model.context_length or architecture.context
+        self.context_length = self._context - UNUSABLE_TOKENS
+        self._session = await self._stack.enter_async_context(open_session())
+        self._stack.push_async_callback(self._stop_servers)
+        async with asyncio.TaskGroup() as starting:
+            tokenizer = starting.create_task(asyncio.to_thread(_load_tokenizer, self._model))
+            trainer = starting.create_task(self._start_trainer(checkpoint))
+            servers = [starting.create_task(self._connect(url)) for url in self._config.servers.urls] or [
+                starting.create_task(self._start_server(i)) for i in range(self._config.servers.count)
+            ]
+        self.template = Template(tokenizer.result(), self._config.model.template_args)
+        self.stop_ids = end_tokens(self._model, tokenizer.result())
+        return trainer.result(), [server.result() for server in servers]
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def restart_server(self, index: int) -> ServerClient:
+        await self._children[index].stop(grace_s=1.0)
+        return await self._start_server(index)
+
+    async def server_exited(self, index: int) -> str:
+        child = self._children[index]
+        code = await child.wait()
+        return str(child.error(f"ended with code {code}"))
+
+    async def _start_trainer(self, checkpoint: Path | None) -> TrainerClient:
+        trainer = await start_trainer(
+            self._config,
+            model_path=str(self._model),
+            checkpoint=str(checkpoint or ""),
+            version=self._version,
+            log_folder=self._folder / "logs",
+            attempt=self._attempt,
+            devices=self._placement.ranks,
+        )
+        self._stack.push_async_callback(trainer.close)
+        return trainer
+
+    async def _start_server(self, index: int) -> ServerClient:
+        config = self._config.servers
+        port = config.port + index if config.port else free_port()
+        child = self._children[index] = await launch_server(
+            self._config,
+            index,
+            model_path=str(self._weights),
+            label=make_label(self._origin, self._version),  # after a restart the fleet brings it up to date
+            log_folder=self._folder / "logs",
+            port=port,
+            devices=self._placement.servers[index],
+        )
+        client = self._client(f"http://127.0.0.1:{port}")
+        await wait_ready(client, child, config.start_timeout_s)
+        return client
+
+    async def _connect(self, url: str) -> ServerClient:
+        client = self._client(url)
+        if not await client.healthy():
+            raise ConfigError(f"servers.urls: {url} does not answer its health check; start it, or correct the address")
+        if (length := (await client.info()).context_length) < self._context:
+            raise ConfigError(
+                f"servers.urls: {url} has a context of {length} tokens, the run one of {self._context}: start it with "
+                "--context-length, or lower model.context_length"
+            )
+        return client
+
+    def _client(self, url: str) -> ServerClient:
+        return SGLangClient(
+            url,
+            origin=self._origin,
+            vocab_size=self.vocab_size,
+            timeout_s=self._config.weights.timeout_s,
+            session=self._session,
+        )
+
+    async def _stop_servers(self) -> None:
+        stops = (child.stop(STOP_S) for child in self._children.values())
+        for result in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(result, Exception):
+                log.warning("%s", result)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise ConfigError(f"{folder}: no tokenizer could be loaded ({type(error).__name__}: {error})") from error

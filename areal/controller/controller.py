@@ -420,10 +420,8 @@ class Controller:
             self._completed += 1
         # That many complete groups without a step are a livelock: each of them was dropped as too old.
         enough = self._completed <= self.config.train.batch_groups * (self.config.staleness.max + 2)
-        # The first group after an idle time begins a new wait.
-        if (isinstance(fact, Completed | Trained) and enough) or (
-            isinstance(fact, Admitted) and not self._rollout.running
-        ):
+        woke = isinstance(fact, Admitted) and not self._rollout.running  # after an idle time a new wait begins
+        if woke or (enough and isinstance(fact, Completed | Trained)):
             self._watchdog.progress()
         self._changed.notify()
 

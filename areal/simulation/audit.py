@@ -72,6 +72,7 @@ class Audit:
     max_staleness: int
     late: str
     members: int
+    least_reward: float = LEAST_REWARD
     attempt: int = -1
     version: int = 0
     serving: int = 0
@@ -104,7 +105,7 @@ class Audit:
             case Finished():
                 _demand(fact.group in self.open, f"I3: group {fact.group} finishes, and is not open")
                 _demand(fact.member not in self.open[fact.group], f"I4: {fact.group}.{fact.member} finished twice")
-                _demand(fact.reward >= LEAST_REWARD, f"I9: a reward of {fact.reward}, which no agent gave")
+                _demand(fact.reward >= self.least_reward, f"I9: a reward of {fact.reward}, which no agent gave")
                 _demand(all(0 <= v <= self.version for v, _ in fact.tokens), f"I6: versions {fact.tokens}")
                 self.open[fact.group][fact.member] = fact.reward
                 for version, count in fact.tokens:

@@ -1,0 +1,87 @@
+"""Whatever is killed, the run goes on from there: every group trained once, none lost (I3, I4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal.controller.facts import BatchFormed, Checkpointed, Fact, Finished, Started, Trained
+from areal.controller.ledger import LedgerReader
+from tests.integration.kills import STEPS, Run
+
+
+def trained(facts: list[Fact]) -> int:
+    return sum(isinstance(fact, Trained) for fact in facts)
+
+
+@pytest.mark.timeout(400)
+def test_the_controller_is_killed_before_the_first_checkpoint(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Step 1 is repeated from its recorded batch; unfinished episodes go on from their recorded turns."""
+    run = Run(tiny_qwen3, tmp_path)
+    run.start()
+    assert run.wait(lambda facts: 1 in run.losses()), run.output()
+    run.kill("controller")
+    facts = run.facts()
+    with LedgerReader.open(run.path / "ledger") as reader:
+        ended = {(fact.group, fact.member) for fact in facts if isinstance(fact, Finished)}
+        calls = [len(reader.calls(group, member)) for group in range(20) for member in range(3)]
+        assert not [reader.calls(group, member) for group, member in ended if reader.calls(group, member)]
+    assert any(calls), "no episode was in the middle"
+    run.resume()
+    assert run.end() == 0, run.output()
+    assert run.losses()[1][1:], "the step after the start was not repeated"
+    run.check()
+
+
+@pytest.mark.timeout(400)
+def test_the_controller_is_killed_in_a_step_and_in_a_checkpoint(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """Two kills: between BatchFormed and Trained, then while step 4 is being saved; the second resume trains longer."""
+    run = Run(tiny_qwen3, tmp_path)
+    run.start()
+    in_step = lambda facts: trained(facts) >= 3 and isinstance(  # noqa: E731
+        [fact for fact in facts if isinstance(fact, BatchFormed | Trained)][-1], BatchFormed
+    )
+    assert run.wait(in_step), run.output()
+    run.kill("controller")
+    run.resume()
+    assert run.wait(lambda facts: trained(facts) >= 4), run.output()
+    run.kill("controller")
+    run.resume(f"train.steps={STEPS + 2}", "servers.max_running=32")
+    assert run.end() == 0, run.output()
+    run.check(STEPS + 2)
+    facts = run.facts()
+    assert [fact.attempt for fact in facts if isinstance(fact, Started)] == [0, 1, 2]
+    assert sum(isinstance(fact, Checkpointed) for fact in facts) >= 3
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_and_a_server_are_killed(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """A server is replaced while the run goes on; after a rank's death the run may end, with the cause, and resumes."""
+    run = Run(tiny_qwen3, tmp_path)
+    run.start()
+    assert run.wait(lambda facts: trained(facts) >= 1), run.output()
+    run.kill("server")
+    assert run.wait(lambda facts: trained(facts) >= 3), run.output()
+    run.kill("rank")
+    if run.end() != 0:
+        assert "trainer rank 0 ended with code -9" in run.output()
+        run.resume()
+        assert run.end() == 0, run.output()
+    run.check()
+
+
+@pytest.mark.timeout(300)
+def test_what_a_resume_refuses(tiny_qwen3: Path, tmp_path: Path) -> None:
+    run = Run(tiny_qwen3, tmp_path)
+    run.start()
+    assert run.wait(lambda facts: trained(facts) >= 1), run.output()
+    first = run.process
+    run.resume()  # of a run that goes on
+    assert run.end() == 1
+    assert "is written by another process: end that one first" in run.output()
+    run.process = first
+    run.kill("controller")
+    run.resume("seed=7")
+    assert run.end() == 2
+    assert "seed=7: the run in" in run.output()

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from pydantic.fields import FieldInfo
 
 from areal.errors import ConfigError
+from areal.masking import secret_in
 
 
 class Section(BaseModel):
@@ -86,8 +87,9 @@ class EpisodeSettings(Section):
 class Staleness(Section):
     max: int = Field(default=2, ge=0)
     """Largest staleness, in steps, that may enter a loss (eta). 0 is synchronous RL."""
-    late: Literal["mask", "drop"] = "mask"
-    """What happens to a group with older tokens: `mask` takes those tokens out of the loss, `drop` drops it."""
+    late: Literal["mask", "drop", "wait"] = "mask"
+    """What happens to a group with older tokens: `mask` takes those tokens out of the loss, `drop` drops it. `wait`
+    lets none come to be: a batch is the oldest open groups, waited for."""
 
 
 class Train(Section):
@@ -141,6 +143,11 @@ class Weights(Section):
     """Where `disk` writes; empty is the run folder. A tmpfs such as /dev/shm is faster."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Seconds a publication may take before the servers that lag are closed."""
+    rollout: Literal["all", "rolling"] = "all"
+    """Whether `all` servers take a version at once, or one after the other while the others generate (`rolling`)."""
+    interrupt: Literal["abort", "retract"] = "abort"
+    """What new weights do to running requests: `abort` brings their tokens back, and they go on at any server;
+    `retract` leaves them in their server, which computes their prompts again (`transport=disk` only)."""
     verify: bool = True
     """Whether each publication is checked by the log-probs of a fixed prompt."""
 
@@ -150,7 +157,7 @@ class Servers(Section):
     """SGLang servers to start."""
     urls: list[str] = []
     """Servers that run already, such as ["http://127.0.0.1:30000"]; none is started then, and `count`, `port`,
-    `max_total_tokens`, `args` and `restarts` are refused."""
+    `max_total_tokens`, `args` and `restarts` are refused. Their API key is in the variable AREAL_SERVER_KEY."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first server, the next ones follow; 0 takes free ports."""
     max_running: int = Field(default=64, ge=1)
@@ -174,6 +181,8 @@ class Trainer(Section):
     """Seconds until all ranks must be ready."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds one training step may take."""
+    restarts: int = Field(default=3, ge=0)
+    """Times that the ranks are started again from the last checkpoint before the run ends."""
 
 
 class Placement(Section):
@@ -363,6 +372,7 @@ CHANGEABLE = (
     "servers.",
     "train.microbatch_tokens",
     "train.steps",
+    "trainer.restarts",
     "trainer.start_timeout_s",
     "trainer.timeout_s",
     "view",
@@ -416,8 +426,11 @@ def _conflicts(config: Config) -> Iterator[str]:
         yield from without_effect(["data.evaluation_size"], "data.evaluation")
     if c.weights.transport == "group":
         yield from without_effect(["weights.folder"], "weights.transport")
+        if c.weights.interrupt == "retract":
+            yield f"{show('weights.interrupt')} needs weights.transport=disk"
     if "wandb" not in c.metrics.sinks:
         yield from without_effect(["metrics.project"], "metrics.sinks")
+    yield from _secrets(config)
     if c.servers.urls:
         ours = ["servers.count", "servers.port", "servers.max_total_tokens", "servers.args", "servers.restarts"]
         yield from without_effect([*ours, "placement.servers"], "servers.urls")
@@ -427,6 +440,19 @@ def _conflicts(config: Config) -> Iterator[str]:
     for key in ("episode.timeout_s", "weights.timeout_s", "servers.start_timeout_s", "trainer.timeout_s"):
         if c.watchdog_s <= c[key]:
             yield f"{show('watchdog_s')} is not above {show(key)}: slow work would look like a hang; raise it"
+
+
+def _secrets(config: Config) -> Iterator[str]:
+    """Settings are written to the run folder and to W&B, and those of servers shown by `ps`: they hold no secret."""
+    for key in SETTINGS:
+        if name := secret_in(str(config[key])):
+            origin = config.origins.get(key, "default")
+            yield f"{key} ({origin}) holds the secret of ${name}; leave it to the environment"
+    if any("@" in url for url in config.servers.urls):
+        yield "servers.urls names a user; start servers with an API key, and set AREAL_SERVER_KEY to it"
+    for word in config.servers.args:
+        if (flag := word.partition("=")[0]) in ("--api-key", "--admin-api-key", "--ssl-keyfile-password"):
+            yield f"servers.args: {flag} would be shown by `ps`; servers that areal starts have a key of their own"
 
 
 def _misplaced(config: Config) -> Iterator[str]:

@@ -36,7 +36,12 @@ async def sft(config: Config, batches: Iterable[Sequence[Example]], folder: Path
     losses: list[float] = []
     with tempfile.TemporaryDirectory(prefix="areal-sft-") as logs:
         trainer = await start_trainer(
-            config, model_path=str(model), log_folder=logs, attempt=0, devices=place(config).ranks
+            config,
+            model_path=str(model),
+            log_folder=logs,
+            attempt=0,
+            devices=place(config).ranks,
+            roots=[Path(folder).parent],
         )
         try:
             for step, examples in enumerate(batches):

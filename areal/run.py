@@ -32,6 +32,7 @@ import orjson
 
 from areal.config import Config
 from areal.errors import ConfigError
+from areal.masking import mask
 
 SUMMARY_KEYS = (
     "steps",
@@ -55,6 +56,24 @@ CURVE_WINDOW = 5
 """Steps over which the drawn reward is averaged."""
 
 
+def weights_folder(config: Config, run: Path, origin: str) -> Path:
+    """Where this process of a run exports weights. Absolute: a server that areal did not start has another working
+    folder. Its own for each run and process, since `weights.folder` may be shared."""
+    chosen = config.weights.folder
+    return (Path(chosen, f"{origin}-{os.getpid()}") if chosen else run / "weights").absolute()
+
+
+def make_private(folder: Path) -> None:
+    """Make a new folder that only this user can enter; one of that name is deleted. Raises ConfigError when it cannot
+    be, or belongs to somebody else: who made it could read and change what is written there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set weights.folder to another") from None
+
+
 class RunFolder:
     """Paths and files of a run. `create` makes a new one, the constructor takes one that exists."""
 
@@ -72,10 +91,10 @@ class RunFolder:
             parent.mkdir(parents=True, exist_ok=True)
             path = _make_numbered(parent, config.name)
             for name in ("logs", "ledger", "checkpoints"):
-                (path / name).mkdir()
+                (path / name).mkdir(mode=0o700)
             (path / "config.toml").write_text(settings, encoding="utf-8")
             if config.command:
-                command = {"command": config.command, "folder": os.getcwd()}
+                command = {"command": [mask(word) for word in config.command], "folder": os.getcwd()}
                 (path / "command.json").write_bytes(orjson.dumps(command, option=orjson.OPT_INDENT_2))
         except OSError as error:
             raise ConfigError(f"cannot make a run folder in folder={config.folder!r}: {error}") from None
@@ -95,6 +114,7 @@ class RunFolder:
         path = config.run
         assert path is not None
         try:
+            path.chmod(0o700)
             current = path / "config.toml"
             number = sum(1 for _ in path.glob("config-*.toml"))
             shutil.copyfile(current, path / f"config-{number}.toml")

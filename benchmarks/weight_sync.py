@@ -11,6 +11,7 @@ from the moment its request is aborted until the server, loaded, flushed and ver
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -33,6 +34,7 @@ from benchmarks.table import arguments, report
 from tests import models
 
 ORIGIN = "bench.0"
+KEY = secrets.token_urlsafe(32)
 CALLS = 32
 STEPS = 5
 SEQUENCES, LENGTH = 64, 256
@@ -47,6 +49,7 @@ async def measure(transport: str, model: Path, folder: Path) -> dict[str, Any]:
         child = await launch_server(
             config,
             0,
+            key=KEY,
             model_path=model,
             label=make_label(ORIGIN, 0),
             log_folder=folder,
@@ -54,9 +57,11 @@ async def measure(transport: str, model: Path, folder: Path) -> dict[str, Any]:
             devices=server_gpu,
         )
         stack.push_async_callback(child.stop, 5.0)
-        client = SGLangClient(f"http://127.0.0.1:{port}", origin=ORIGIN, vocab_size=models.VOCAB_SIZE)
+        client = SGLangClient(f"http://127.0.0.1:{port}", origin=ORIGIN, vocab_size=models.VOCAB_SIZE, key=KEY)
         await wait_ready(client, child, config.servers.start_timeout_s)
-        trainer = await start_trainer(config, model_path=str(model), log_folder=folder, attempt=0, devices=trainer_gpu)
+        trainer = await start_trainer(
+            config, model_path=str(model), log_folder=folder, attempt=0, devices=trainer_gpu, roots=[folder]
+        )
         stack.push_async_callback(trainer.close)
         fleet = Fleet(config, [client], origin=ORIGIN)
         weights = WeightSync(

@@ -85,7 +85,8 @@ class FakeServer:
     """token_s: seconds a token takes. faults[path]: for the next requests there, in order: "500", "garbage", "drop"
     (the connection), "hang", "ok"; for /generate also "short" (log-probs), "keys", "empty", "foreign" (label), and
     "wrong" (a log-prob of another token); for a load "not flushed", "refuse", "wrong" (other weights than said).
-    register_s: time before a request is known to aborts. abort_s: time from an abort to its effect.
+    register_s: time before a request is known to aborts. abort_s: time from an abort to its effect. key: what each
+    request must have as its API key; "" asks for none.
     """
 
     def __init__(self, label: str = f"{ORIGIN}:0", *, token_s: float = 0.0, eos_at: int | None = None) -> None:
@@ -105,6 +106,7 @@ class FakeServer:
         self.in_session = False
         self.has_sessions = True
         self.groups: dict[str, WeightSource] = {}
+        self.key = ""
         self.port = 0
         self._runner: web.AppRunner | None = None
         self._hanging = asyncio.Event()
@@ -154,6 +156,8 @@ class FakeServer:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         self.count[path] += 1
         queue = self.faults.get(path)
         fault = queue.pop(0) if queue else "ok"

@@ -73,7 +73,7 @@ class Episode:
         self._agent = agent
         self._journal = journal
         self._seed = f"{seed}/{group}/{member}"
-        self._key = f"{group}/{member}"
+        self.key = f"{group}/{member}"
         self._rng: random.Random | None = None
         self._transcript = Transcript(template)
         self._tools: dict[Any, Tool] = {}
@@ -105,7 +105,8 @@ class Episode:
         """`awaits` for a person to read."""
         what, since = self.awaits
         seconds = asyncio.get_running_loop().time() - since
-        return f"episode {self.group}.{self.member} (task {self.task_id}) awaits {what}, for {seconds:.1f} s"
+        turn = f"task {self.task_id}, turn {self.turns + 1}"
+        return f"episode {self.group}.{self.member} ({turn}) awaits {what}, for {seconds:.1f} s"
 
     def record(self, name: str, value: float) -> None:
         """Keep a number as a metric of this episode; a later value of the same name replaces it."""
@@ -242,9 +243,9 @@ class Episode:
         key = model_key(ids, sampling) if self._journal else b""
         if self._journal and isinstance(recorded := self._journal.recall(key), Completion):
             return dataclasses.replace(recorded, input_ids=ids)
-        wait = self._begin_wait(f"the model on turn {self.turns + 1}")
+        wait = self._begin_wait("the model")
         try:
-            completion = await self._generate(ids, sampling, key=self._key)
+            completion = await self._generate(ids, sampling, key=self.key)
         finally:
             self._end_wait(wait)
         if self._journal:

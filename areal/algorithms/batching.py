@@ -27,12 +27,12 @@ def flatten(
     version: int,
     max_staleness: int,
     advantage: Literal["grpo", "dr_grpo"],
-    late: Literal["mask", "drop"],
+    late: Literal["mask", "drop", "wait"],
 ) -> FlatBatch:
     """Lay the batch out for the step from `version`, sequence after sequence (I2).
 
-    A token of staleness `version - its version` above max_staleness gets weight 0 with late="mask"; with "drop" the
-    scheduler has kept such groups out, and one is an error. Every sequence of an episode carries the episode's
+    A token of staleness `version - its version` above max_staleness gets weight 0 with late="mask"; with "drop" and
+    "wait" the scheduler has kept such groups out, and one is an error. Every sequence of an episode carries the episode's
     advantage, computed over all members of its group. Sequences left without a loss token are left out.
 
     Raises ValueError for a trajectory that breaks a contract: a late token with late="drop", a token from a version
@@ -171,7 +171,11 @@ def learning_rate(step: int, config: Config) -> float:
 
 
 def _young(
-    episode: EpisodeRecord, trajectory: Trajectory, version: int, max_staleness: int, late: Literal["mask", "drop"]
+    episode: EpisodeRecord,
+    trajectory: Trajectory,
+    version: int,
+    max_staleness: int,
+    late: Literal["mask", "drop", "wait"],
 ) -> np.ndarray:
     """Which tokens enter the loss, bool [L]."""
     mask, versions = trajectory.loss_mask, trajectory.versions
@@ -182,10 +186,10 @@ def _young(
     if (trained > version).any():
         raise ValueError(f"{where}: a token of version {trained.max()} cannot be in the step from version {version}")
     keep = mask & (version - versions <= max_staleness)
-    if late == "drop" and (keep != mask).any():
+    if late != "mask" and (keep != mask).any():
         raise ValueError(
             f"{where}: a token of version {trained.min()} is older than max_staleness={max_staleness} allows in the "
-            f'step from version {version}, and late="drop" keeps such a group out of the batch'
+            f'step from version {version}, and late="{late}" keeps such a group out of the batch'
         )
     return keep
 

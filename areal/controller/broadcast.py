@@ -79,6 +79,10 @@ class Broadcast:
             if todo:
                 await self.leave()
 
+    def follow(self, trainer: TrainerClient) -> None:
+        """The ranks were started again; the group ended with them, and its servers leave it on the way to the next."""
+        self._trainer = trainer
+
     async def leave(self) -> None:
         """Destroy the group, whatever state its members are in."""
         if self._group is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -17,6 +16,7 @@ from areal.config import Config
 from areal.controller.fleet import Fleet
 from areal.controller.weights import WeightSync, probe_ids
 from areal.errors import root_cause
+from areal.run import make_private, weights_folder
 from areal.types import Sampling
 from areal.workers.protocols import TrainerClient, Workers
 
@@ -62,7 +62,10 @@ class Cluster:
     async def _start(self) -> Self:
         workers, version = self.workers, self.held
         assert version is not None
+        folder = weights_folder(self.config, self.folder, self.origin)
+        await asyncio.to_thread(make_private, folder)
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             stack.push_async_callback(workers.close)
             self.trainer, servers = await workers.start(self.folder, self._attempt, version, self._checkpoint)
             self.fleet = Fleet(
@@ -78,16 +81,14 @@ class Cluster:
                 self.config,
                 self.fleet,
                 self.trainer,
-                self._weights_folder(),
+                folder,
                 origin=self.origin,
                 probe=probe_ids(workers.vocab_size),
                 held=lambda: self.held,
                 backend=workers.group_backend,
             )
-            await asyncio.to_thread(shutil.rmtree, self._weights_folder(), ignore_errors=True)  # of a killed controller
             background = await stack.enter_async_context(asyncio.TaskGroup())
             background.create_task(self.fleet.run(), name="fleet")
-            stack.push_async_callback(asyncio.to_thread, shutil.rmtree, self._weights_folder(), ignore_errors=True)
             stack.push_async_callback(self.fleet.close)
             if not workers.can_restart:
                 stack.push_async_callback(self.weights.close)
@@ -99,6 +100,13 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
+
+    async def restart_trainer(self, version: int, checkpoint: Path | None) -> None:
+        """New ranks, at `version`. The servers generate on. Raises TrainerError."""
+        self.held = None
+        self.trainer = await self.workers.restart_trainer(version, checkpoint)
+        self.weights.follow(self.trainer)
+        self.held = version
 
     def episode(
         self, group: int, member: int, task_id: str, sampling: Sampling, agent: str, journal: Journal | None = None
@@ -117,8 +125,3 @@ class Cluster:
             agent=agent,
             journal=journal,
         )
-
-    def _weights_folder(self) -> Path:
-        """Its own for each run and process, absolute: a server that areal did not start has another working folder."""
-        chosen = self.config.weights.folder
-        return (Path(chosen, f"{self.origin}-{os.getpid()}") if chosen else self.folder / "weights").absolute()

@@ -15,12 +15,12 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -36,7 +36,8 @@ from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.controller.watchdog import Watchdog
 from areal.controller.weights import PublishStats
 from areal.data import Tasks, check, evaluation_tasks
-from areal.errors import ArealError, TooManyFailures, root_cause
+from areal.errors import ArealError, TooManyFailures, TrainerError, VersionConflict, root_cause
+from areal.masking import MaskingFormatter
 from areal.metrics import Metrics, StepReport, staleness_of
 from areal.run import RunFolder
 from areal.types import Batch, EpisodeRecord, Group, Sampling, Task, TrainRequest, TrainStats
@@ -45,6 +46,8 @@ from areal.workers.local import LocalWorkers
 from areal.workers.protocols import Workers
 
 log = logging.getLogger("areal")
+
+T = TypeVar("T")
 
 EVALUATION = -1
 """The group number of episodes that are not trained on."""
@@ -95,6 +98,7 @@ class Controller:
         self._request: TrainRequest | None = None
         self._writing: asyncio.Task[None] | None = None
         self._completed = 0
+        self._trainer_restarts = 0
         self._gap_max = math.nan
         self._last_success = math.nan
 
@@ -138,7 +142,8 @@ class Controller:
                 members=config.group.size,
                 timeout_s=config.episode.timeout_s,
             )
-            self._watchdog = Watchdog(config.watchdog_s, self._describe, lambda: self._rollout.idle)
+            stacks = self.folder.logs / "stalled.txt"
+            self._watchdog = Watchdog(config.watchdog_s, self._describe, lambda: self._rollout.idle, stacks)
             self._first_group = self.scheduler.state.admitted  # that this controller admits
             attempt = self.scheduler.start()
             saved = self.scheduler.state.checkpoint
@@ -178,7 +183,7 @@ class Controller:
     def _log_file(self) -> Iterator[None]:
         """What areal logs, this run's folder has, whatever the program does with its own logging."""
         handler = logging.FileHandler(self.folder.logs / "controller.log", delay=True)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname)s %(message)s"))
         level = log.level
         log.addHandler(handler)
         if log.getEffectiveLevel() > logging.INFO:
@@ -207,16 +212,23 @@ class Controller:
                 shutil.rmtree(path)
 
     async def _recover(self) -> None:
-        """Repeat the steps after the checkpoint with their recorded batches, and publish (I4)."""
+        """Bring the ranks to where the run was, and publish."""
+        await self._with_ranks(self._repeat)
         state = self.scheduler.state
-        for formed in state.repeatable:
+        if state.attempt:
+            await self._with_ranks(partial(self.cluster.weights.publish, state.version))
+            self.scheduler.published(state.version)
+
+    async def _repeat(self) -> None:
+        """Take the steps after the checkpoint again, with their recorded batches and learning rates (I4)."""
+        state = self.scheduler.state
+        for formed in list(state.repeatable):
+            if formed.from_version < (self.cluster.held or 0):
+                continue
             batch = Batch(formed.batch, formed.from_version, tuple(map(self._recorded, formed.groups)))
             stats = await self._train_step(batch, formed.learning_rate)
             self._metrics.log(stats.version, {"repeated": True, "train": asdict(stats)})
             log.info("repeated step %d of %d: loss %.6g", stats.version, state.version, stats.loss)
-        if state.attempt:
-            await self.cluster.weights.publish(state.version)
-            self.scheduler.published(state.version)
 
     def _recorded(self, number: int) -> Group:
         episodes = self.ledger.episodes(number)
@@ -242,12 +254,13 @@ class Controller:
                     loops.create_task(self._watchdog.run(), name="watchdog"),
                 ]
                 while batch := await self._next_batch():
-                    stats = await self._train_step(batch, learning_rate(batch.from_version, self.config))
+                    rate = learning_rate(batch.from_version, self.config)
+                    stats = await self._with_ranks(partial(self._train_step, batch, rate))
                     self.scheduler.trained(batch.id)
-                    published = await self.cluster.weights.publish(stats.version)
+                    published = await self._with_ranks(partial(self.cluster.weights.publish, stats.version))
                     self.scheduler.published(stats.version)
                     if self.config.checkpoint.every and stats.version % self.config.checkpoint.every == 0:
-                        await self._begin_checkpoint()
+                        await self._with_ranks(self._begin_checkpoint)
                     self._report(batch, stats, published)
                 for task in background:
                     task.cancel()
@@ -260,7 +273,7 @@ class Controller:
         except BaseExceptionGroup as failures:
             cause = root_cause(failures)
             raise cause from cause.__cause__
-        await self._checkpoint()
+        await self._with_ranks(self._checkpoint)
 
     async def _next_batch(self) -> Batch | None:
         """Wait for the next batch, on disk. None at the last step and when the data is used up."""
@@ -306,6 +319,27 @@ class Controller:
             self.scheduler.trained(self._request.batch_id)
             self._request, self.cluster.held = None, stats.version
 
+    async def _with_ranks(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do what needs the ranks. When they fail they are started again, from the last checkpoint, and it is done once
+        more. The same failure twice is no accident: it ends the run, and so do trainer.restarts of them."""
+        failed = False
+        while True:
+            try:
+                return await work()
+            except VersionConflict:
+                raise
+            except TrainerError as error:
+                if failed or self._trainer_restarts == self.config.trainer.restarts:
+                    raise
+                failed = True
+                self._trainer_restarts += 1
+                limit = self.config.trainer.restarts
+                log.warning("the ranks are started again, %d of %d: %s", self._trainer_restarts, limit, error)
+            saved = self.scheduler.state.checkpoint
+            version, path = (saved.version, self.folder.path / "checkpoints" / saved.path) if saved else (0, None)
+            await self.cluster.restart_trainer(version, path)
+            await self._repeat()
+
     async def _begin_checkpoint(self) -> None:
         """Copy the trainer's state aside; it is written while the run goes on. One at a time."""
         version = self.scheduler.state.version
@@ -317,7 +351,13 @@ class Controller:
             self._writing = self._background.create_task(self._write_checkpoint(version), name="checkpoint")
 
     async def _write_checkpoint(self, version: int) -> None:
-        await self.cluster.trainer.write()
+        try:
+            await self.cluster.trainer.write()
+        except TrainerError as error:
+            if not self.cluster.trainer.lost:
+                raise
+            log.warning("the checkpoint of step %d was lost with its rank: %s", version, error)
+            return
         self.scheduler.checkpointed(version, self.folder.checkpoint(version).name)
         await self.ledger.barrier()
         await asyncio.to_thread(self.folder.prune)
@@ -426,8 +466,10 @@ class Controller:
         self._changed.notify()
 
     def _describe(self) -> list[str]:
-        oldest = sorted(self._rollout.running.values(), key=lambda episode: episode.awaits[1])
-        return [*self.scheduler.describe(), *(e.state for e in oldest[:8]), *self.cluster.fleet.waits()[:8]]
+        oldest = sorted(self._rollout.running.values(), key=lambda episode: episode.awaits[1])[:8]
+        fleet = self.cluster.fleet
+        episodes = [f"{episode.state}{fleet.where(episode.key)}" for episode in oldest]
+        return [*self.scheduler.describe(), *episodes, *fleet.waits()[:8]]
 
     # -- what a person sees
 

@@ -188,7 +188,10 @@ class Fleet:
         self._requests += 1
         answer: Generation | ArealError | None = None
         try:
-            answer = piece = await server.client.generate(call.rid, ids, sampling)
+            piece = await server.client.generate(call.rid, ids, sampling)
+            if not server.settled.is_set():
+                await server.settled.wait()
+            answer = piece
             server.answered = asyncio.get_running_loop().time()
             self._tokens += len(piece.output_ids)
             self._cached += piece.cached_tokens
@@ -261,16 +264,26 @@ class Fleet:
             await server.up.wait()
         return [server for server in self.servers if server.state != "dead"]
 
-    async def interrupt(self, server: Server) -> None:
-        """Close the gate and abort what runs; the calls keep their tokens and go on where a server is open."""
-        assert self._tasks
+    def _shut(self, server: Server) -> None:
         if server.state == "open":
             server.state = "closed"
             self._still_since[server] = asyncio.get_running_loop().time()
             self._note_lowest()
         self._router.forget(server)  # loading empties the cache
+
+    async def interrupt(self, server: Server) -> None:
+        """Close the gate and abort what runs; the calls keep their tokens and go on where a server is open."""
+        assert self._tasks
+        self._shut(server)
         ending = self._end(list(server.calls.values()), "interrupt", server)
         await asyncio.wait((self._tasks.create_task(ending),))
+
+    async def hold(self, server: Server) -> None:
+        """Close the gate and stop what runs; the calls stay there. One that comes back before the gate opens again
+        waits for that: until then it is not known whether the weights were the right ones. Raises ServerError."""
+        self._shut(server)
+        server.settled.clear()
+        await server.client.pause()
 
     def open(self, server: Server, label: str) -> None:
         """Open the gate of a server that holds the weights `label`; nothing when it has died meanwhile."""
@@ -280,6 +293,7 @@ class Fleet:
         if server.state == "dead":
             return
         server.label, server.version, server.state = label, version, "open"
+        server.settled.set()
         self._moves_again(server)
         self._note_lowest()
         self._router.dispatch()
@@ -297,6 +311,7 @@ class Fleet:
                 call.task.cancel()
         server.died.set()
         server.up.set()
+        server.settled.set()
         self._note_lowest()
         self._router.dispatch()
 
@@ -420,6 +435,14 @@ class Fleet:
             open=sum(s.state == "open" for s in self.servers),
             still_s=(self._still_s + sum(now - t for t in self._still_since.values())) / max(1, len(self.servers)),
         )
+
+    def where(self, key: Hashable) -> str:
+        """Where the calls of `key` are, in words; "" when it has none."""
+        urls = [
+            call.server.client.url for s in self.servers for call in s.calls.values() if call.key == key and call.server
+        ]
+        in_line = any(call.key == key for call in self._router.waiting.values())
+        return f", on {', '.join(urls)}" if urls else ", in line for a server" if in_line else ""
 
     def waits(self) -> list[str]:
         """Servers that do not serve, then the calls that wait, longest first (for the watchdog)."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import os
 import sqlite3
 import sys
 import threading
@@ -254,7 +255,8 @@ class Ledger:
         """A new ledger in a folder that has none. LedgerError if it has one or cannot be written."""
         folder = Path(folder)
         with _errors(folder, "created"):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(segments.open_private(str(folder / _DATABASE), os.O_CREAT | os.O_RDWR))
             with contextlib.closing(_connect(folder)) as database:
                 if _format(database):
                     raise LedgerError(f"{folder} has a ledger already: resume that run or take another folder")
@@ -471,7 +473,7 @@ def _check_format(folder: Path, database: sqlite3.Connection) -> None:
 
 def _lock(folder: Path) -> TextIO:
     """Held by the process (not by its children) until the file is closed or the process ends."""
-    file = open(folder / "ledger.lock", "w")  # noqa: SIM115
+    file = open(folder / "ledger.lock", "w", opener=segments.open_private)  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -21,6 +21,7 @@ from areal.controller.ledger import Ledger
 from areal.controller.scheduler import Scheduler, Verdict
 from areal.data import Tasks
 from areal.errors import DataError, DeadlineExceeded, EpisodeError, ServerError, TooManyFailures
+from areal.masking import mask
 from areal.types import NOT_SAMPLED, EpisodeRecord, Task
 
 log = logging.getLogger("areal")
@@ -56,6 +57,9 @@ class Failure:
     kind: str
     message: str
     error: BaseException
+
+    def __post_init__(self) -> None:
+        self.message = mask(self.message)  # the ledger keeps it
 
     @property
     def summary(self) -> str:

@@ -172,7 +172,7 @@ class SchedulerSettings:
 
     batch_groups: int
     max_staleness: int
-    late: Literal["mask", "drop"]
+    late: Literal["mask", "drop", "wait"]
     group_size: int
     min_members: int
     uniform: Literal["train", "replace"]
@@ -329,7 +329,8 @@ class Scheduler:
     # -- batches
 
     def next_batch(self, *, final: bool = False, learning_rate: float = 0.0) -> BatchFormed | None:
-        """The next B complete groups, lowest number first, or None while there are too few or a batch is open.
+        """The next B complete groups, lowest number first, or None while there are too few or a batch is open. With
+        late = "wait" they are the B lowest open ones, waited for, so that I1 implies I2.
 
         Groups that are too old are dropped on the way (I2). `final`: no other group will ever become complete, so
         fewer than B may do. learning_rate: of the step, should it come to one.
@@ -339,7 +340,12 @@ class Scheduler:
             return None
         oldest = max(0, state.version - settings.max_staleness)
         chosen: list[OpenGroup] = []
-        for group in [g for g in state.open.values() if g.ready]:
+        candidates = list(state.open.values())
+        if settings.late == "wait":
+            candidates = candidates[: settings.batch_groups]
+            if not all(group.ready for group in candidates):
+                return None
+        for group in [g for g in candidates if g.ready]:
             if self._too_old(group, oldest):
                 self._drop(group.number, "stale")
             else:

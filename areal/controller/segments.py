@@ -133,7 +133,7 @@ class Segments:
         if self._file is None or self._offset >= self._limit:
             self.close()
             self._last += 1
-            self._file = open(self._path(self._last), "xb")  # noqa: SIM115
+            self._file = open(self._path(self._last), "xb", opener=open_private)  # noqa: SIM115
             self._offset = 0
             if self._durable:
                 sync_folder(self._folder)
@@ -168,6 +168,11 @@ class Segments:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"segment-{number:06d}.bin"
+
+
+def open_private(path: str, flags: int) -> int:
+    """An opener that makes files which only this user may read."""
+    return os.open(path, flags, 0o600)
 
 
 def sync_folder(folder: Path) -> None:

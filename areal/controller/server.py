@@ -45,7 +45,8 @@ class Server:
     """state: `starting` until it first serves, `closed` while it takes new weights, `dead` for good.
 
     label: the name of its weights, None until it has said so; version: the same as a number, None if not ours.
-    up: set once it has said what it holds, or died. died: set when it is dead, for the reason `reason`.
+    up: set once it has said what it holds, or died. died: set when it is dead, for the reason `reason`. settled: clear
+    while it holds calls for new weights.
     doubtful: a connection to it broke, so it gets no call until the next health check, which `check` asks for.
     """
 
@@ -60,7 +61,11 @@ class Server:
     up: asyncio.Event = field(default_factory=asyncio.Event)
     check: asyncio.Event = field(default_factory=asyncio.Event)
     died: asyncio.Event = field(default_factory=asyncio.Event)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        self.settled.set()
 
     async def failure(self, exited: Callable[[int], Awaitable[str]] | None, cleared: Callable[[], None]) -> str:
         """Why this server is dead, once it is: its process ended, it is not healthy, or `died` was set.

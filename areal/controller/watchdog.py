@@ -1,25 +1,37 @@
-"""Ends a run that makes no progress, and says what it waited for (I7).
+"""Says what a run waits for when it makes no progress, and ends it in the end (I7).
 
 Progress is a training step done or a group becoming trainable. The watchdog sleeps until the moment at which the
-last progress is `timeout_s` old; it does not poll.
+last progress is old enough.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from areal.errors import Stalled
+
+FIRST_WORD_S = 45.0
+"""Seconds without progress after which it is said what is waited for; then after twice as many, and so on."""
+
+log = logging.getLogger("areal")
 
 
 class Watchdog:
     """describe: lines that name the episodes, servers and ranks that are waited for, longest first.
-    idle: True while the run rightly waits for somebody outside, such as a service without questions."""
+    idle: True while the run rightly waits for somebody outside, such as a service without questions. dump: the file
+    that gets the stacks of all tasks and threads when the run is ended."""
 
-    def __init__(self, timeout_s: float, describe: Callable[[], list[str]], idle: Callable[[], bool]) -> None:
+    def __init__(
+        self, timeout_s: float, describe: Callable[[], list[str]], idle: Callable[[], bool], dump: Path
+    ) -> None:
         self._timeout_s = timeout_s
         self._describe = describe
         self._idle = idle
+        self._dump = dump
         self._last = 0.0
 
     def progress(self) -> None:
@@ -29,13 +41,31 @@ class Watchdog:
         """Raises Stalled; never returns."""
         loop = asyncio.get_running_loop()
         self._last = loop.time()
+        word = FIRST_WORD_S
         while True:
-            await asyncio.sleep(self._last + self._timeout_s - loop.time())
+            last = self._last
+            due = min(word, self._timeout_s)
+            await asyncio.sleep(min(last + due - loop.time(), FIRST_WORD_S))
             if self._idle():
                 self._last = loop.time()
-            elif loop.time() >= self._last + self._timeout_s:
-                waits = self._describe() or ["nothing is in flight"]
+            if self._last > last:
+                word = FIRST_WORD_S
+            if loop.time() < self._last + due:
+                continue
+            waits = "\n  ".join(self._describe() or ["nothing is in flight"])
+            if due == self._timeout_s:
                 raise Stalled(
-                    f"no step done and no group finished for watchdog_s={self._timeout_s:g}; waiting for:\n  "
-                    + "\n  ".join(waits)
+                    f"no step done and no group finished for watchdog_s={self._timeout_s:g}; waiting for:\n  {waits}\n"
+                    f"the stacks of all tasks are in {self._write_stacks()}"
                 )
+            log.warning("no progress for %.0f s; waiting for:\n  %s", due, waits)
+            word *= 2
+
+    def _write_stacks(self) -> Path:
+        with self._dump.open("w") as file:
+            for task in sorted(asyncio.all_tasks(), key=lambda task: task.get_name()):
+                print(f"\ntask {task.get_name()}", file=file)
+                task.print_stack(file=file)
+            print("\nthreads", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        return self._dump

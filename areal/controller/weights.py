@@ -6,6 +6,8 @@
 While the servers still generate, the weights are exported (transport `disk`) or the broadcast group is formed
 (`group`). Then, each server for itself: gate closed, running requests aborted, load, flush until the server says so,
 log-probs of a fixed prompt compared with the trainer's, gate open at the new label. The first that is done serves.
+With weights.rollout `rolling` the servers do this one after the other; with weights.interrupt `retract` the requests
+stay in their paused server instead, which computes their prompts again under the new weights.
 
 A server that fails in any of this, or takes longer than weights.timeout_s, is dead: the fleet starts it again, and
 `sync_server` brings it to the current version before it gets a request. So a server serves a known version or none
@@ -17,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,10 +103,14 @@ class WeightSync:
         self._lock = asyncio.Lock()
         self._current: Current | None = None
         self._exported: int | None = None
-        self._broadcast: Broadcast | None = None
+        self._retracts = config.weights.interrupt == "retract"
+        self._broadcasts: dict[int, Broadcast] = {}
         if config.weights.transport == "group":
             widths = [len(devices) for devices in config.placement.servers]
-            self._broadcast = Broadcast(trainer, origin, host, backend, config.weights.timeout_s, widths)
+            for server in fleet.servers if config.weights.rollout == "rolling" else fleet.servers[:1]:
+                self._broadcasts[server.index] = Broadcast(
+                    trainer, origin, host, backend, config.weights.timeout_s, widths
+                )
         fleet.sync = self.sync_server
 
     async def publish(self, version: int) -> PublishStats:
@@ -125,11 +131,11 @@ class WeightSync:
                 failed[server] = error
                 self._fleet.fail(server, str(error))
 
-            if self._broadcast:
-                await self._broadcast.prepare(servers, fail)
-            else:
+            if not self._broadcasts:
                 await self._export(version)
-            prepared = now()
+            elif self._settings.rollout == "all":
+                await self._broadcast(servers).prepare(servers, fail)
+            prepared = ready = now()
             current = self._current = Current(version, make_label(self._origin, version), expected)
 
             async def finish(server: Server) -> None:
@@ -139,18 +145,20 @@ class WeightSync:
             async def update(server: Server) -> None:
                 try:
                     async with self._deadline(server):
-                        await self._fleet.interrupt(server)
-                        await server.client.load_disk(str(self._path(version)), current.label)
+                        await (self._fleet.hold if self._retracts else self._fleet.interrupt)(server)
+                        await server.client.load_disk(str(self._path(version)), current.label, abort=not self._retracts)
                         await finish(server)
                 except ServerError as error:
                     fail(server, error)
 
             todo = [server for server in servers if server not in failed]
-            if self._broadcast:
-                await asyncio.gather(*(self._fleet.interrupt(server) for server in todo))
-                await self._broadcast.send(todo, current.label, finish, fail)
-            else:
-                await asyncio.gather(*(update(server) for server in todo))
+            for some in [[server] for server in todo] if self._settings.rollout == "rolling" else [todo]:
+                prepared = now()
+                if self._broadcasts:
+                    await asyncio.gather(*(self._fleet.interrupt(server) for server in some))
+                    await self._broadcast(some).send(some, current.label, finish, fail)
+                else:
+                    await asyncio.gather(*(update(server) for server in some))
             reasons = [str(error) for error in failed.values()]
             if servers and sum(isinstance(error, ServerRefused) for error in failed.values()) == len(servers):
                 raise PublishError(f"no server took version {version}:\n  " + "\n  ".join(reasons))
@@ -158,7 +166,7 @@ class WeightSync:
             return PublishStats(
                 version=version,
                 servers=len(taken),
-                prepare_s=prepared - started,
+                prepare_s=ready - started,
                 pause_s=sum(pause for pause, _ in taken.values()) / max(1, len(taken)),
                 pause_max_s=max((pause for pause, _ in taken.values()), default=0.0),
                 gap=max((gap for _, gap in taken.values()), default=float("nan")),
@@ -188,17 +196,33 @@ class WeightSync:
                     self._exported = None
                     return
             async with self._deadline(server):
+                if self._retracts:
+                    await server.client.resume()  # a server of somebody else may have been left in a pause
                 await server.client.load_disk(str(self._path(current.version)), current.label)
                 await self._finish(server, current)
 
     async def close(self) -> None:
         """Leave the broadcast group, so that servers that run on can forget it."""
-        if self._broadcast:
-            await self._broadcast.leave()
+        for broadcast in self._broadcasts.values():
+            await broadcast.leave()
+
+    def follow(self, trainer: TrainerClient) -> None:
+        """The ranks were started again: take the weights from there from now on."""
+        self._trainer = trainer
+        for broadcast in self._broadcasts.values():
+            broadcast.follow(trainer)
+
+    def _broadcast(self, servers: Sequence[Server]) -> Broadcast:
+        """The group of all servers; a rolling publication has a group of two for each."""
+        return self._broadcasts[servers[0].index if self._settings.rollout == "rolling" else 0]
 
     async def _finish(self, server: Server, current: Current) -> float:
-        """Flush, verify, open; the log-prob gap. A load leaves old KV behind when something still ran."""
-        await server.client.flush()
+        """Flush, verify, open; the log-prob gap. A load leaves old KV behind when something still ran; in a pause
+        nothing does, and the load itself has flushed."""
+        if server.settled.is_set():
+            await server.client.flush()
+        else:
+            await server.client.resume()
         gap = float("nan")
         if current.expected is not None:
             difference = np.abs(await server.client.score(self._probe) - current.expected)

@@ -113,6 +113,7 @@ class Audit:
             case Dropped():
                 _demand(fact.group in self.open, f"I3: group {fact.group} is dropped, and is not open")
                 _demand(not (self.batch and fact.group in self.batch.groups), f"I3: {fact.group} is in a batch")
+                _demand(fact.reason != "stale" or self.late != "wait", f"I2: group {fact.group} waited, and is too old")
                 del self.open[fact.group]
                 self.dropped[fact.group] = fact.reason
             case BatchFormed():
@@ -141,7 +142,7 @@ class Audit:
             versions = self.tokens[group]
             young = [v for v in versions if self.version - v <= self.max_staleness]
             _demand(bool(young), f"I2: nothing of group {group} is young enough for the step from {self.version}")
-            if self.late == "drop":
+            if self.late != "mask":
                 _demand(len(young) == len(versions), f"I2: group {group} has late tokens, and is not dropped")
         self.batch = fact
 

@@ -104,8 +104,9 @@ def draw(seed: int) -> Case:
         "group.min_members": chance.choice([0, 0, 1, 2]),
         "group.uniform": chance.choice(["train", "train", "replace"]),
         "staleness.max": chance.choice([0, 1, 2, 4]),
-        "staleness.late": chance.choice(["mask", "drop"]),
+        "staleness.late": chance.choice(["mask", "drop", "wait"]),
         "weights.transport": chance.choice(["disk", "disk", "group"]),
+        "weights.rollout": chance.choice(["all", "all", "rolling"]),
         "weights.timeout_s": 30,
         "servers.count": servers,
         "servers.max_running": chance.choice([2, 8, 64]),
@@ -121,6 +122,9 @@ def draw(seed: int) -> Case:
         "seed": seed % 1000,
         "view": "off",
     }
+    settings["weights.interrupt"] = chance.choice(
+        ["abort", "retract" if settings["weights.transport"] == "disk" else "abort"]
+    )
     speed = Speed(
         decode=chance.choice([20.0, 100.0]),
         load_s=chance.choice([0.05, 0.5, 3.0]),

@@ -120,7 +120,9 @@ class SimulatedServer:
         self._count = 0
         self._decoded = 0.0
         self._since = asyncio.get_running_loop().time()
-        self._loading = False
+        self._loading = self._paused = False
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
         self._well = asyncio.Event()
         self._well.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -172,9 +174,32 @@ class SimulatedServer:
         self.trouble.slow = factor
         self._schedule()
 
-    async def load(self, weights: Weights, label: str) -> None:
-        """Abort everything, load, take the label."""
-        self.abort("")
+    def pause(self) -> None:
+        """What runs goes back into the queue with the tokens it has."""
+        self._advance()
+        self._paused = True
+        self._unpaused.clear()
+        for job in reversed(self._running.values()):
+            self._keep(job)
+            self._waiting.appendleft(job)
+            self.retractions += 1
+        self._running.clear()
+        self._schedule()
+
+    def resume(self) -> None:
+        self._advance()
+        self._paused = False
+        self._unpaused.set()
+        self._schedule()
+
+    async def running(self) -> None:
+        """Returns when it is not paused: requests that come in a pause are held."""
+        await self._unpaused.wait()
+
+    async def load(self, weights: Weights, label: str, *, abort: bool = True) -> None:
+        """Abort everything, unless it is paused; load, take the label."""
+        if abort:
+            self.abort("")
         self._loading = True
         self._schedule()
         try:
@@ -217,7 +242,7 @@ class SimulatedServer:
             self._timer = None
         if not self.alive:
             return
-        while self._waiting and len(self._running) < self._max_running and not self._loading:
+        while self._waiting and len(self._running) < self._max_running and not (self._loading or self._paused):
             job = self._waiting[0]
             if self._running and self._used() + len(job.ids) + job.sampled + 1 > self._kv_tokens:
                 break
@@ -324,13 +349,21 @@ class SimulatedClient:
             return False
         return True
 
-    async def load_disk(self, folder: str, label: str) -> None:
-        await self._within(self._load_disk(folder, label))
+    async def pause(self) -> None:
+        await self._reach(self._timeout_s)
+        self.server.pause()
 
-    async def _load_disk(self, folder: str, label: str) -> None:
+    async def resume(self) -> None:
+        await self._reach(self._timeout_s)
+        self.server.resume()
+
+    async def load_disk(self, folder: str, label: str, *, abort: bool = True) -> None:
+        await self._within(self._load_disk(folder, label, abort))
+
+    async def _load_disk(self, folder: str, label: str, abort: bool) -> None:
         await self._reach(None)
         self._maybe_refuse("/update_weights_from_disk")
-        await self.server.load(Weights.read(Path(folder)), label)
+        await self.server.load(Weights.read(Path(folder)), label, abort=abort)
 
     async def join_group(self, group: WeightGroup, rank: int) -> None:
         await self._reach(self._timeout_s)
@@ -363,6 +396,7 @@ class SimulatedClient:
 
     async def score(self, ids: Ints) -> Floats:
         await self._reach(self._timeout_s)
+        await self._within(self.server.running())
         return self.server.weights.score(len(ids))
 
     async def close(self) -> None:

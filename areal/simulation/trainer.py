@@ -58,6 +58,10 @@ class SimulatedTrainer:
         self._staged: tuple[Path, Weights] | None = None
         self._lock = asyncio.Lock()
 
+    @property
+    def lost(self) -> str:
+        return "trainer rank 0 ended with code -9" if self.trouble.dead else ""
+
     async def train(self, request: TrainRequest) -> TrainStats:
         async with self._lock:
             await self._busy(0.01)
@@ -141,7 +145,7 @@ class SimulatedTrainer:
 
     def _alive(self) -> None:
         if self.trouble.dead:
-            raise TrainerError("trainer rank 0 ended with code -9")
+            raise TrainerError(self.lost)
 
     def _write(self, folder: Path, weights: Weights) -> None:
         if self.trouble.disk_full:

@@ -90,10 +90,22 @@ class SimulatedWorkers:
         self._label = f"{folder.name}.{attempt}:{version}"
         self._weights = Weights.read(checkpoint) if checkpoint else Weights()
         self._timeout_s = self._config.weights.timeout_s
+        self._attempt = attempt
         await asyncio.sleep(world.speed.start_s)
+        trainer = self._trainer(version, self._weights)
+        world.servers, world.clients = [], []
+        for index in range(self._config.servers.count):
+            server, client = self._server(index)
+            world.servers.append(server)
+            world.clients.append(client)
+        self._fate = asyncio.create_task(self._suffer(), name="faults")
+        return trainer, list(world.clients)
+
+    def _trainer(self, version: int, weights: Weights) -> SimulatedTrainer:
+        world = self._world
         world.trainer = SimulatedTrainer(
-            self._weights,
-            attempt=attempt,
+            weights,
+            attempt=self._attempt,
             version=version,
             tokens_per_s=world.trained_tokens_per_s,
             groups=self._groups,
@@ -101,13 +113,12 @@ class SimulatedWorkers:
             groups_of=world.groups_of,
             timeout_s=self._timeout_s,
         )
-        world.servers, world.clients = [], []
-        for index in range(self._config.servers.count):
-            server, client = self._server(index)
-            world.servers.append(server)
-            world.clients.append(client)
-        self._fate = asyncio.create_task(self._suffer(), name="faults")
-        return world.trainer, list(world.clients)
+        return world.trainer
+
+    async def restart_trainer(self, version: int, checkpoint: Path | None) -> TrainerClient:
+        self._world.happened["ranks restarted"] += 1
+        await asyncio.sleep(self._world.speed.start_s)
+        return self._trainer(version, Weights.read(checkpoint) if checkpoint else Weights())
 
     async def restart_server(self, index: int) -> ServerClient:
         world = self._world

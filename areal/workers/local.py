@@ -8,18 +8,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import secrets
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from areal.agents.template import Template
 from areal.config import Config
-from areal.errors import ConfigError
+from areal.errors import ConfigError, ServerRefused
+from areal.run import weights_folder
 from areal.workers.placement import place
 from areal.workers.process import Child, check_port, free_port
 from areal.workers.protocols import ServerClient, TrainerClient
 from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label, open_session
 from areal.workers.rollout.launcher import check_model, launch_server, wait_ready
+from areal.workers.rollout.server import SERVER_KEY
 from areal.workers.trainer.architecture import Architecture
 from areal.workers.trainer.launcher import start_trainer
 
@@ -71,6 +75,7 @@ class LocalWorkers:
         self._children: dict[int, Child] = {}
         self._stack = AsyncExitStack()
         self.can_restart = not config.servers.urls
+        self._key = os.environ.get(SERVER_KEY, "") if config.servers.urls else secrets.token_urlsafe(32)
 
     def check(self) -> None:
         config = self._config
@@ -95,7 +100,7 @@ class LocalWorkers:
         self._session = await self._stack.enter_async_context(open_session())
         self._stack.push_async_callback(self._stop_servers)
         async with asyncio.TaskGroup() as starting:
-            tokenizer = starting.create_task(asyncio.to_thread(_load_tokenizer, self._model))
+            tokenizer = starting.create_task(asyncio.to_thread(load_tokenizer, self._model))
             trainer = starting.create_task(self._start_trainer(checkpoint))
             servers = [starting.create_task(self._connect(url)) for url in self._config.servers.urls] or [
                 starting.create_task(self._start_server(i)) for i in range(self._config.servers.count)
@@ -107,6 +112,11 @@ class LocalWorkers:
     async def close(self) -> None:
         await self._stack.aclose()
 
+    async def restart_trainer(self, version: int, checkpoint: Path | None) -> TrainerClient:
+        await self._trainer.close()
+        self._version = version
+        return await self._start_trainer(checkpoint)
+
     async def restart_server(self, index: int) -> ServerClient:
         await self._children[index].stop(grace_s=1.0)
         return await self._start_server(index)
@@ -117,7 +127,7 @@ class LocalWorkers:
         return str(child.error(f"ended with code {code}"))
 
     async def _start_trainer(self, checkpoint: Path | None) -> TrainerClient:
-        trainer = await start_trainer(
+        self._trainer = trainer = await start_trainer(
             self._config,
             model_path=str(self._model),
             checkpoint=str(checkpoint or ""),
@@ -125,6 +135,7 @@ class LocalWorkers:
             log_folder=self._folder / "logs",
             attempt=self._attempt,
             devices=self._placement.ranks,
+            roots=[self._folder / "checkpoints", weights_folder(self._config, self._folder, self._origin)],
         )
         self._stack.push_async_callback(trainer.close)
         return trainer
@@ -135,6 +146,7 @@ class LocalWorkers:
         child = self._children[index] = await launch_server(
             self._config,
             index,
+            key=self._key,
             model_path=str(self._weights),
             label=make_label(self._origin, self._version),  # after a restart the fleet brings it up to date
             log_folder=self._folder / "logs",
@@ -148,8 +160,15 @@ class LocalWorkers:
     async def _connect(self, url: str) -> ServerClient:
         client = self._client(url)
         if not await client.healthy():
-            raise ConfigError(f"servers.urls: {url} does not answer its health check; start it, or correct the address")
-        if (length := (await client.info()).context_length) < self._context:
+            raise ConfigError(
+                f"servers.urls: {url} does not answer its health check; start it, correct the address, or set "
+                f"{SERVER_KEY} to its API key"
+            )
+        try:
+            length = (await client.info()).context_length
+        except ServerRefused as error:
+            raise ConfigError(f"servers.urls: {error}; with an API key of its own: set {SERVER_KEY} to that") from None
+        if length < self._context:
             raise ConfigError(
                 f"servers.urls: {url} has a context of {length} tokens, the run one of {self._context}: start it with "
                 "--context-length, or lower model.context_length"
@@ -161,6 +180,7 @@ class LocalWorkers:
             url,
             origin=self._origin,
             vocab_size=self.vocab_size,
+            key=self._key,
             timeout_s=self._config.weights.timeout_s,
             session=self._session,
         )
@@ -172,7 +192,8 @@ class LocalWorkers:
                 log.warning("%s", result)
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder. Blocks for seconds. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     try:

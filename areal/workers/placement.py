@@ -64,5 +64,11 @@ def visible(devices: Sequence[int], environment: Mapping[str, str] = os.environ)
     return ",".join(names[device] if names else str(device) for device in devices)
 
 
+def on_loopback(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that keep gloo's and NCCL's ports to the loopback interface: all that areal starts is on one machine,
+    and these ports ask nobody for a token. What this process has of them stays."""
+    return {name: environment.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+
+
 def _counted(devices: int) -> str:
     return f"{devices} device{'' if devices == 1 else 's'}"

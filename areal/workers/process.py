@@ -20,6 +20,7 @@ from io import FileIO
 from pathlib import Path
 
 from areal.errors import ConfigError, ProcessError
+from areal.masking import mask, without_secrets
 
 GUARD = Path(__file__).with_name("guard.py")
 KILL_TIMEOUT_S = 5.0
@@ -46,8 +47,9 @@ class Child:
     ) -> Child:
         """Start `command` with `env` added to this process's environment.
 
-        Standard output and error are appended to the file `log`, whose folder is made if needed. A command that does
-        not exist ends with code 127 and the reason in its log.
+        Secrets of that environment are left out (`is_secret`), and files that the command makes are this user's
+        alone, sockets too. Standard output and error are appended to the file `log`, whose folder is made if needed. A
+        command that does not exist ends with code 127 and the reason in its log.
         """
         log = Path(log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +61,8 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **(env or {})},
+                    env={**without_secrets(os.environ), **(env or {})},
+                    umask=0o077,
                     pass_fds=(read_end,),
                     start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
                 )
@@ -106,10 +109,10 @@ class Child:
         self._lifeline.close()
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of the log."""
+        """The last lines of the log, without secrets."""
         with open(self.log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 400 * lines))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+            return mask("\n".join(file.read().decode(errors="replace").splitlines()[-lines:]))
 
     def error(self, what: str) -> ProcessError:
         """A ProcessError "<name> <what>" that ends with the last lines of the log."""

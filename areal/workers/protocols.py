@@ -54,8 +54,17 @@ class ServerClient(Protocol):
         """Ask the server to abort `rid` (and whatever starts with it, so "" is all); no error when it is not known."""
         ...
 
-    async def load_disk(self, folder: str, label: str) -> None:
-        """Load the Hugging Face folder and take `label`. Running requests are aborted by the load."""
+    async def pause(self) -> None:
+        """Stop sampling at once; what runs keeps its tokens and its connection, and what comes is held."""
+        ...
+
+    async def resume(self) -> None:
+        """The end of a pause; no error when there is none."""
+        ...
+
+    async def load_disk(self, folder: str, label: str, *, abort: bool = True) -> None:
+        """Load the Hugging Face folder and take `label`. Running requests are aborted by the load, unless they are
+        paused and `abort` is False."""
         ...
 
     async def join_group(self, group: WeightGroup, rank: int) -> None:
@@ -83,6 +92,11 @@ class TrainerClient(Protocol):
     """The trainer ranks as one. Every method raises TrainerError (names the rank)."""
 
     data_parallel: int
+
+    @property
+    def lost(self) -> str:
+        """Why a rank is gone for good; "" while all are there."""
+        ...
 
     async def train(self, request: TrainRequest) -> TrainStats:
         """One step. VersionConflict when the ranks are elsewhere; a repeat of the last gets its stored answer."""
@@ -148,6 +162,10 @@ class Workers(Protocol):
     ) -> tuple[TrainerClient, list[ServerClient]]:
         """Everything at once, side by side, at `version`: the weights of `checkpoint`, or of `model.path` when there is
         none yet. folder: the run's. Raises ProcessError or TrainerError for what does not come up."""
+        ...
+
+    async def restart_trainer(self, version: int, checkpoint: Path | None) -> TrainerClient:
+        """End what is left of the ranks and start them again, as `start` does. Raises TrainerError."""
         ...
 
     async def restart_server(self, index: int) -> ServerClient:

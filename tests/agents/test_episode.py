@@ -174,7 +174,7 @@ async def test_state_says_what_is_awaited_and_since_when(qwen3: Model) -> None:
     task = asyncio.create_task(run(episode, [dig]))
     await asyncio.sleep(0)
     before = asyncio.get_running_loop().time()
-    assert episode.state.startswith("episode 3.1 (task t7) awaits the model on turn 1, for 0.")
+    assert episode.state.startswith("episode 3.1 (task t7, turn 1) awaits the model, for 0.")
     answer.set()
     await started.wait()
     what, since = episode.awaits

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from areal.controller.watchdog import Watchdog
 from areal.errors import Stalled
+from areal.simulation import clock
 
 
-async def test_i7_no_progress_ends_with_what_was_waited_for() -> None:
+async def test_i7_no_progress_ends_with_what_was_waited_for(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     start = loop.time()
     waits = ["episode 3.1 (task q7) awaits tool search, for 12.0 s", "server http://127.0.0.1:1 is dead"]
     with pytest.raises(Stalled) as caught:
-        await Watchdog(0.2, lambda: waits, lambda: False).run()
+        await Watchdog(0.2, lambda: waits, lambda: False, tmp_path / "stalled.txt").run()
     assert 0.2 <= loop.time() - start < 1
     assert "watchdog_s=0.2" in str(caught.value)
     assert all(line in str(caught.value) for line in waits)
 
 
-async def test_i7_works_with_nothing_in_flight() -> None:
+async def test_i7_works_with_nothing_in_flight(tmp_path: Path) -> None:
     with pytest.raises(Stalled, match="nothing is in flight"):
-        await Watchdog(0.05, list, lambda: False).run()
+        await Watchdog(0.05, list, lambda: False, tmp_path / "stalled.txt").run()
 
 
-async def test_progress_puts_the_end_off_and_the_time_counts_from_the_last_one() -> None:
+async def test_progress_puts_the_end_off_and_the_time_counts_from_the_last_one(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
-    dog = Watchdog(0.3, list, lambda: False)
+    dog = Watchdog(0.3, list, lambda: False, tmp_path / "stalled.txt")
     run = asyncio.create_task(dog.run())
     for _ in range(4):
         await asyncio.sleep(0.15)
@@ -39,11 +43,42 @@ async def test_progress_puts_the_end_off_and_the_time_counts_from_the_last_one()
     assert 0.29 <= loop.time() - last < 1
 
 
-async def test_waiting_for_somebody_outside_is_no_stall() -> None:
+async def test_waiting_for_somebody_outside_is_no_stall(tmp_path: Path) -> None:
     idle = True
-    run = asyncio.create_task(Watchdog(0.1, list, lambda: idle).run())
+    run = asyncio.create_task(Watchdog(0.1, list, lambda: idle, tmp_path / "stalled.txt").run())
     await asyncio.sleep(0.35)
     assert not run.done()
     idle = False
     with pytest.raises(Stalled):
         await run
+
+
+async def test_the_stacks_of_all_tasks_are_kept(tmp_path: Path) -> None:
+    async def waits_for_a_tool() -> None:
+        await asyncio.sleep(60)
+
+    stuck = asyncio.create_task(waits_for_a_tool(), name="episode 3.1")
+    with pytest.raises(Stalled, match="stalled.txt"):
+        await Watchdog(0.05, list, lambda: False, tmp_path / "stalled.txt").run()
+    stuck.cancel()
+    text = (tmp_path / "stalled.txt").read_text()
+    assert "task episode 3.1" in text
+    assert "in waits_for_a_tool" in text
+    assert "most recent call first" in text
+
+
+def test_it_says_within_a_minute_what_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On the virtual clock: at 45, 90, 180 ... seconds; progress begins anew."""
+    said: list[float] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        describe: Callable[[], list[str]] = lambda: said.append(loop.time()) or ["a server"]  # type: ignore[func-returns-value]  # noqa: E731
+        dog = Watchdog(900, describe, lambda: False, tmp_path / "stalled.txt")
+        loop.call_later(100, dog.progress)
+        await dog.run()
+
+    with caplog.at_level(logging.WARNING), pytest.raises(Stalled):
+        clock.run(main())
+    assert said == pytest.approx([45, 90, 145, 190, 280, 460, 820, 1000])
+    assert "no progress for 45 s; waiting for:\n  a server" in caplog.text

@@ -21,6 +21,8 @@ from tests.models import VOCAB_SIZE
 ORIGIN = "test.0"
 LABEL = make_label(ORIGIN, 0)
 START_TIMEOUT_S = 240.0
+KEY = "the key of servers of tests"
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,12 @@ class Server:
     model: Path
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+        request = urllib.request.Request(self.url + path, headers=HEADERS)
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), HEADERS)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
@@ -71,12 +72,12 @@ class ServerSlot:
         port = free_port()
         config = Config.load(["servers.max_total_tokens=16384"])
         child = await launch_server(
-            config, self._started, model_path=model, label=LABEL, log_folder=self._log_folder, port=port
+            config, self._started, key=KEY, model_path=model, label=LABEL, log_folder=self._log_folder, port=port
         )
         self._started += 1
         url = f"http://127.0.0.1:{port}"
         try:
-            client = SGLangClient(url, origin=ORIGIN, vocab_size=VOCAB_SIZE)
+            client = SGLangClient(url, origin=ORIGIN, vocab_size=VOCAB_SIZE, key=KEY)
             try:
                 await wait_ready(client, child, START_TIMEOUT_S)
             finally:

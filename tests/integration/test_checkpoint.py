@@ -29,7 +29,8 @@ from tests import models
 @asynccontextmanager
 async def trainer(folder: Path, logs: Path, *settings: str, **options: Any) -> AsyncIterator[HttpTrainer]:
     config = Config.load(["optimizer.eps=1e-4", "optimizer.weight_decay=0.1", *settings])
-    client = await start_trainer(config, model_path=str(folder), log_folder=logs, **{"attempt": 0} | options)
+    options = {"attempt": 0, "roots": [logs, logs.parent, "/proc"]} | options
+    client = await start_trainer(config, model_path=str(folder), log_folder=logs, **options)
     try:
         yield client
     finally:

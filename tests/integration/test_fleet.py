@@ -18,7 +18,7 @@ from areal.errors import ServerError
 from areal.types import Completion, Floats, Ints, Sampling
 from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label
 from tests import models
-from tests.integration.conftest import ORIGIN, Server
+from tests.integration.conftest import KEY, ORIGIN, Server
 
 END = models.SPECIAL_TOKENS.index("<|im_end|>")
 TOLERANCE = 1e-4
@@ -56,7 +56,7 @@ def prompt(length: int, seed: int = 0) -> Ints:
 
 @asynccontextmanager
 async def fleet_of(server: Server) -> AsyncIterator[Fleet]:
-    client = SGLangClient(server.url, origin=ORIGIN, vocab_size=models.VOCAB_SIZE, timeout_s=60.0)
+    client = SGLangClient(server.url, origin=ORIGIN, vocab_size=models.VOCAB_SIZE, key=KEY, timeout_s=60.0)
     fleet = Fleet(Config.load(["servers.request_timeout_s=60"]), [client], origin=ORIGIN, stop_ids=[END])
     run = asyncio.create_task(fleet.run())
     try:

@@ -18,7 +18,7 @@ from areal.errors import ProcessError
 from areal.workers.process import Child, free_port
 from areal.workers.rollout.client import SGLangClient
 from areal.workers.rollout.launcher import launch_server, wait_ready
-from tests.integration.conftest import LABEL, ORIGIN, Server, ServerSlot
+from tests.integration.conftest import KEY, LABEL, ORIGIN, Server, ServerSlot
 from tests.models import SPECIAL_TOKENS, VOCAB_SIZE
 
 END = SPECIAL_TOKENS.index("<|im_end|>")
@@ -95,8 +95,9 @@ from areal.workers.rollout.client import SGLangClient
 from areal.workers.rollout.launcher import launch_server, wait_ready
 
 async def main(model, folder, port):
-    child = await launch_server(Config(), 0, model_path=model, label="x.0:0", log_folder=folder, port=int(port))
-    client = SGLangClient(f"http://127.0.0.1:{port}", origin="x.0", vocab_size=512)
+    settings = {"key": "k", "model_path": model, "label": "x.0:0", "log_folder": folder, "port": int(port)}
+    child = await launch_server(Config(), 0, **settings)
+    client = SGLangClient(f"http://127.0.0.1:{port}", origin="x.0", vocab_size=512, key="k")
     await wait_ready(client, child, 200)
     print("ready", flush=True)
     await asyncio.sleep(300)
@@ -127,7 +128,9 @@ async def test_a_server_that_cannot_start_shows_why(server_slot: ServerSlot, tin
     server_slot.stop()
     config = Config.load(["servers.args=['--no-such-flag']"])
     port = free_port()
-    child: Child = await launch_server(config, 0, model_path=tiny_llama, label=LABEL, log_folder=tmp_path, port=port)
+    child: Child = await launch_server(
+        config, 0, key=KEY, model_path=tiny_llama, label=LABEL, log_folder=tmp_path, port=port
+    )
     client = SGLangClient(f"http://127.0.0.1:{port}", origin=ORIGIN, vocab_size=VOCAB_SIZE)
     try:
         with pytest.raises(ProcessError, match=r"(?s)server 0 ended with code 2 .*--no-such-flag"):

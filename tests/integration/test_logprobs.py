@@ -14,7 +14,7 @@ from areal.config import Config
 from areal.types import Ints, Sampling
 from areal.workers.rollout.client import SGLangClient
 from areal.workers.trainer.launcher import start_trainer
-from tests.integration.conftest import LABEL, ServerSlot
+from tests.integration.conftest import KEY, LABEL, ServerSlot
 from tests.models import VOCAB_SIZE
 
 TOLERANCE = 1e-4
@@ -36,7 +36,7 @@ async def test_three_engines_give_the_same_logprobs(
     folder: Path = request.getfixturevalue(f"tiny_{family}")
     server = await asyncio.to_thread(server_slot.serve, folder)
     prompt = np.random.default_rng(0).integers(9, VOCAB_SIZE, 40).astype(np.int32)
-    client = SGLangClient(server.url, origin=LABEL.partition(":")[0], vocab_size=VOCAB_SIZE)
+    client = SGLangClient(server.url, origin=LABEL.partition(":")[0], vocab_size=VOCAB_SIZE, key=KEY)
     try:
         answer = await client.generate("a" * 32, prompt, Sampling(60, ignore_eos=True))
         ids = np.concatenate([prompt, answer.output_ids])

@@ -21,7 +21,7 @@ from areal.workers.protocols import TrainerClient
 from areal.workers.rollout.client import SGLangClient
 from areal.workers.trainer.launcher import start_trainer
 from tests import models
-from tests.integration.conftest import ORIGIN, Server
+from tests.integration.conftest import KEY, ORIGIN, Server
 from tests.integration.test_fleet import check, prompt, running, until
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "group"])
@@ -56,8 +56,10 @@ class Run:
 @asynccontextmanager
 async def running_with(server: Server, folder: Path, transport: str) -> AsyncIterator[Run]:
     config = Config.load([f"weights.transport={transport}", "weights.timeout_s=60"])
-    trainer = await start_trainer(config, model_path=str(server.model), log_folder=folder / "logs", attempt=0)
-    client = SGLangClient(server.url, origin=ORIGIN, vocab_size=models.VOCAB_SIZE, timeout_s=60.0)
+    trainer = await start_trainer(
+        config, model_path=str(server.model), log_folder=folder / "logs", attempt=0, roots=[folder]
+    )
+    client = SGLangClient(server.url, origin=ORIGIN, vocab_size=models.VOCAB_SIZE, key=KEY, timeout_s=60.0)
     fleet = Fleet(config, [client], origin=ORIGIN)
     weights = WeightSync(config, fleet, trainer, folder / "weights", origin=ORIGIN, probe=probe_ids(models.VOCAB_SIZE))
     run = asyncio.create_task(fleet.run())

@@ -62,7 +62,7 @@ class SGLangClient:
     """One server (see `ServerClient`). `session` may be shared by many clients; without one the client owns its own.
 
     origin: "<run>.<attempt>", the head of this attempt's labels. vocab_size: rows of the embedding; an id outside
-    would end the whole server, so it is an EpisodeError here.
+    would end the whole server, so it is an EpisodeError here. key: the server's API key, sent with every call.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class SGLangClient:
         *,
         origin: str,
         vocab_size: int,
+        key: str = "",
         timeout_s: float = 120.0,
         session: aiohttp.ClientSession | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class SGLangClient:
         self.origin = origin
         self.vocab_size = vocab_size
         self.timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._owned = session is None
         self._session = session or open_session()
 
@@ -124,8 +126,14 @@ class SGLangClient:
         except ServerLost:
             return False
 
-    async def load_disk(self, folder: str, label: str) -> None:
-        body = {"model_path": folder, "weight_version": label, "load_format": "auto", "abort_all_requests": True}
+    async def pause(self) -> None:
+        await self._ok("/pause_generation", {"mode": "retract"}, self.timeout_s)
+
+    async def resume(self) -> None:
+        await self._ok("/continue_generation", {}, self.timeout_s)
+
+    async def load_disk(self, folder: str, label: str, *, abort: bool = True) -> None:
+        body = {"model_path": folder, "weight_version": label, "load_format": "auto", "abort_all_requests": abort}
         try:
             await self._succeed("/update_weights_from_disk", body)
         except ServerRefused as error:
@@ -305,7 +313,7 @@ class SGLangClient:
             data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
             method, payload = "POST", aiohttp.BytesPayload(data, content_type="application/json")
         try:
-            async with self._session.request(method, self.url + path, data=payload) as response:
+            async with self._session.request(method, self.url + path, data=payload, headers=self._headers) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from None

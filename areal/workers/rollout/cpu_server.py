@@ -1,10 +1,10 @@
 """Runs the stock SGLang server on a machine without a GPU.
 
-    python -m areal.workers.rollout.cpu_server --model-path DIR --port N [flags of SGLang]
+    AREAL_SERVER_KEY=... python -m areal.workers.rollout.cpu_server --model-path DIR --port N [flags of SGLang]
 
 SGLang 0.5.23 imports two modules that have no build for such a machine: `sgl_kernel` (CUDA kernels, of which dense
 models on torch's attention call none) and `torchvision` (image transforms; PyPI's build is linked to CUDA). Here any
-name can be imported from them, and calling it raises. Nothing installed is changed.
+name can be imported from them, and calling it raises. Nothing installed is changed. It is closed as `server.py` says.
 
 It also starts in half the time. SGLang spawns its scheduler and detokenizer, each of which imports everything again,
 because a process that uses CUDA cannot fork. Here both are forked; at that moment there is only one thread.
@@ -22,6 +22,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from areal.workers.rollout.server import close_http, close_store
 from areal.workers.trainer.architecture import FAMILIES
 
 
@@ -70,6 +71,7 @@ def prepare() -> None:
 def main(arguments: list[str]) -> None:
     gc.disable()  # imports make a million objects, of which hardly any is garbage
     prepare()
+    close_store()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -77,6 +79,7 @@ def main(arguments: list[str]) -> None:
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None  # SGLang would set "spawn"
     args = prepare_server_args(["--device", "cpu", "--attention-backend", "torch_native", *arguments])
+    close_http(args)
     importlib.import_module("sglang.srt.entrypoints.http_server")  # all that is left to import before the fork
     gc.freeze()
     gc.enable()

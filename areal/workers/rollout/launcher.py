@@ -11,9 +11,10 @@ from pathlib import Path
 
 from areal.config import Config
 from areal.errors import ConfigError
-from areal.workers.placement import visible
+from areal.workers.placement import on_loopback, visible
 from areal.workers.process import Child, check_port
 from areal.workers.protocols import ServerClient
+from areal.workers.rollout.server import SERVER_KEY
 from areal.workers.trainer.architecture import Architecture
 
 HOST = "127.0.0.1"
@@ -26,6 +27,7 @@ async def launch_server(
     config: Config,
     index: int,
     *,
+    key: str,
     model_path: Path | str,
     label: str,
     log_folder: Path | str,
@@ -34,8 +36,8 @@ async def launch_server(
 ) -> Child:
     """Start server `index` with the weights in `model_path` under the name `label`; `wait_ready` comes next.
 
-    It listens on `port` of the loopback address and logs to `server-<index>.log`. `devices`: its GPUs (more than one:
-    tensor parallel), none for a CPU. Raises ConfigError when the model or the port will not do; nothing has started.
+    It listens on `port` of the loopback address, asks for `key`, and logs to `server-<index>.log`. `devices`: its
+    GPUs (more than one: tensor parallel), none for a CPU. Raises ConfigError when the model or the port will not do; nothing has started.
     """
     check_model(model_path, config.model.context_length)
     check_port(port, HOST)
@@ -43,7 +45,7 @@ async def launch_server(
         f"server {index}",
         command(config, model_path=model_path, label=label, port=port, devices=devices),
         log=Path(log_folder) / f"server-{index}.log",
-        env=environment(devices),
+        env={**environment(devices), SERVER_KEY: key},
     )
 
 
@@ -70,7 +72,7 @@ async def wait_ready(client: ServerClient, child: Child, timeout_s: float) -> No
 def command(config: Config, *, model_path: Path | str, label: str, port: int, devices: Sequence[int] = ()) -> list[str]:
     """The command line of a server; SGLang takes the last of repeated flags, so servers.args overrides."""
     servers = config.servers
-    module = "sglang.launch_server" if devices else "areal.workers.rollout.cpu_server"
+    module = "areal.workers.rollout.server" if devices else "areal.workers.rollout.cpu_server"
     flags: dict[str, object] = {
         "--model-path": model_path,
         "--host": HOST,
@@ -103,6 +105,7 @@ def environment(devices: Sequence[int] = ()) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else each health check waits a second for a token
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until a closed connection is noticed; 4 by default
+        **on_loopback(),
     }
     if devices:
         variables["CUDA_VISIBLE_DEVICES"] = visible(devices)

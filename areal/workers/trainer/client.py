@@ -55,6 +55,11 @@ class HttpTrainer:
         self._dead = asyncio.get_running_loop().create_future()
         self._watches = [asyncio.create_task(self._watch(rank, child)) for rank, child in enumerate(self._children)]
 
+    @property
+    def lost(self) -> str:
+        """Why a rank that is ours has ended; "" while all run."""
+        return self._dead.result() if self._dead.done() else ""
+
     async def train(self, request: TrainRequest) -> TrainStats:
         """One step. VersionConflict when the ranks are elsewhere; a repeat of the last gets its stored answer.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from areal.config import Config
 from areal.errors import ConfigError, TrainerError
-from areal.workers.placement import visible
+from areal.workers.placement import on_loopback, visible
 from areal.workers.process import Child, free_port
 from areal.workers.trainer.architecture import Architecture, Saved
 from areal.workers.trainer.client import HttpTrainer
@@ -34,12 +34,13 @@ async def start_trainer(
     devices: Sequence[int] = (),
     version: int = 0,
     checkpoint: str = "",
+    roots: Sequence[Path | str] = (),
 ) -> HttpTrainer:
     """Start `config.trainer.ranks` processes with the weights of the folder `model_path`, which count as `version`.
 
     checkpoint: the folder of a `write`, from which training goes on bit for bit, whatever the number of ranks was then;
-    `model_path` is not read. devices: the GPU of each rank; empty on a machine without GPUs. Each rank's output goes to
-    `log_folder`/trainer-<rank>.log. Raises ConfigError for a model that cannot be trained and TrainerError for a
+    `model_path` is not read. devices: the GPU of each rank; empty on a machine without GPUs. roots: the
+    folders in which they may write. Each rank's output goes to `log_folder`/trainer-<rank>.log. Raises ConfigError for a model that cannot be trained and TrainerError for a
     checkpoint that is none, or of another version or dtype, before anything starts; TrainerError, with the last lines
     of its log, for a rank that ends or is not ready in `trainer.start_timeout_s`.
     """
@@ -61,6 +62,7 @@ async def start_trainer(
         microbatch_tokens=config.train.microbatch_tokens,
         timeout_s=config.trainer.timeout_s,
         group_timeout_s=config.weights.timeout_s,
+        roots=[str(Path(root).absolute()) for root in roots],
         register="{}:{}".format(*registry.sockets[0].getsockname()[:2]),
         beta1=config.optimizer.beta1,
         beta2=config.optimizer.beta2,
@@ -74,9 +76,9 @@ async def start_trainer(
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": "0",  # each sees its own device only
-        # One thread a rank is fastest beside servers on the same cores; local ranks need not be reached from outside.
+        # One thread a rank is fastest beside servers on the same cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        **on_loopback(),
     }
     children: list[Child] = []
     try:

@@ -24,10 +24,11 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,10 +48,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Rank:
-    """Turns HTTP requests into jobs for the main thread."""
+    """Turns HTTP requests into jobs for the main thread. roots: the folders in which it writes, and nowhere else."""
 
-    def __init__(self, engine: Engine, sender: Sender, token: str) -> None:
+    def __init__(self, engine: Engine, sender: Sender, token: str, roots: Sequence[Path | str]) -> None:
         self._engine, self._sender, self._token = engine, sender, token
+        self._roots = [Path(root).resolve() for root in roots]
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
@@ -118,6 +120,16 @@ class Rank:
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"pid": os.getpid(), "attempt": self._engine.attempt, "version": self._engine.version})
 
+    def _inside(self, body: bytes) -> str:
+        """The folder that a message names, without links and `..`. Raises TrainerError when it is not in a root."""
+        given = wire.unpack(body)[0]["folder"]
+        folder = Path(given).resolve()
+        if not any(root in folder.parents for root in self._roots):
+            raise TrainerError(
+                f"{given!r} is in none of {[str(root) for root in self._roots]}: a rank writes only there"
+            )
+        return str(folder)
+
     # Each of these runs on the main thread, except `_write`.
 
     def _train(self, body: bytes) -> bytes:
@@ -127,15 +139,15 @@ class Rank:
         return wire.pack_sequences(self._engine.logprobs(wire.unpack_sequences(body)), np.float32)
 
     def _export(self, body: bytes) -> bytes:
-        self._engine.export(wire.unpack(body)[0]["folder"])
+        self._engine.export(self._inside(body))
         return wire.pack({})
 
     def _stage(self, body: bytes) -> bytes:
-        self._engine.stage(wire.unpack(body)[0]["folder"])
+        self._engine.stage(self._inside(body))
         return wire.pack({})
 
     def _write(self, body: bytes) -> bytes:
-        self._engine.write(wire.unpack(body)[0]["folder"])
+        self._engine.write(str(Path(wire.unpack(body)[0]["folder"]).resolve()))  # `stage` has looked at it
         return wire.pack({})
 
     def _specs(self, body: bytes) -> bytes:
@@ -185,13 +197,19 @@ def main(settings: wire.RankSettings) -> None:
     import torch
     import torch.distributed as dist
 
+    from areal.workers.store import open_store
     from areal.workers.trainer.engine import Engine
     from areal.workers.trainer.sender import Sender
 
     if not on_cpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=settings.timeout_s))
-    rank = Rank(Engine(settings), Sender(settings.group_timeout_s), token)
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=settings.timeout_s)
+    store = open_store(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=number == 0, timeout=timeout
+    )
+    dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=number, world_size=size, timeout=timeout)
+    rank = Rank(Engine(settings), Sender(settings.group_timeout_s), token, settings.roots)
     port = rank.serve()
     register(settings.register, {"token": token, "rank": dist.get_rank(), "url": f"http://{HOST}:{port}"})
     print(f"rank {dist.get_rank()} of {dist.get_world_size()} is ready at port {port}", flush=True)

@@ -15,11 +15,11 @@ from torch.distributed.distributed_c10d import (
     PrefixStore,
     _new_process_group_helper,
     _world,
-    rendezvous,
 )
 
 from areal.errors import TrainerError
 from areal.workers.protocols import WeightGroup
+from areal.workers.store import open_store
 
 
 class Sender:
@@ -36,13 +36,12 @@ class Sender:
         """Open the group's store and wait until all of its ranks have joined. Raises TrainerError."""
         self.leave()
         try:
-            url = f"tcp://{group.host}:{group.port}"
-            self._store, rank, size = next(rendezvous(url, 0, group.world_size, timeout=self._timeout))
-            self._store.set_timeout(self._timeout)
+            size = group.world_size
+            self._store = open_store(group.host, group.port, size, is_master=True, timeout=self._timeout)
             # Exactly what SGLang's servers do: names of keys are built from the group's name.
             self._group, _ = _new_process_group_helper(
                 size,
-                rank,
+                0,
                 [],
                 Backend(group.backend),
                 PrefixStore(group.name, self._store),

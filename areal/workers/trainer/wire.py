@@ -29,7 +29,7 @@ class WireError(ValueError):
 class RankSettings:
     """What a rank is started with, besides the variables of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and
     the token. `register` is the host:port where it says its address once it is ready. With a `checkpoint` (a folder,
-    else ""), weights and optimizer state are its, and `model_path` is not read."""
+    else ""), weights and optimizer state are its, and `model_path` is not read. It writes inside of `roots` only."""
 
     model_path: str
     checkpoint: str
@@ -40,6 +40,7 @@ class RankSettings:
     timeout_s: float
     group_timeout_s: float
     register: str
+    roots: Sequence[str]
     beta1: float
     beta2: float
     eps: float

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from areal.errors import EpisodeError, ServerLost, ServerRefused
 from areal.types import Sampling, TensorSpec
-from areal.workers.protocols import ServerInfo
+from areal.workers.protocols import ServerInfo, WeightGroup
 from areal.workers.rollout.client import SGLangClient, make_label, open_session, version_of
 from tests.fake_server import EOS, ORIGIN, VOCAB, FakeServer, WeightSource, check, score, write_version
 
@@ -232,3 +234,37 @@ def test_labels() -> None:
     assert make_label("run-1.2", 7) == "run-1.2:7"
     assert version_of("run-1.2:7", "run-1.2") == 7
     assert [version_of(label, "run-1.2") for label in ("run-1.1:7", "default", "run-1.2:", "run-1.2:x7")] == [None] * 4
+
+
+async def test_every_call_has_the_key(server: FakeServer, tmp_path: Path) -> None:
+    server.key = "k" * 43
+    group = WeightGroup("g", "127.0.0.1", 1, 2, "gloo")
+    folder = write_version(tmp_path / "v", 1)
+
+    def calls(client: SGLangClient) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {
+            "/generate": client.generate(RID, ids(PROMPT), Sampling(2)),
+            "/abort_request": client.abort(RID),
+            "/model_info": client.info(),
+            "/flush_cache": client.flush(),
+            "/update_weights_from_disk": client.load_disk(folder, f"{ORIGIN}:1"),
+            "/init_weights_update_group": client.join_group(group, 1),
+            "/begin_weight_update": client.load_group("g", SPECS, f"{ORIGIN}:2"),
+            "/destroy_weights_update_group": client.leave_group("g"),
+        }
+
+    for key in ("", "j" * 43):
+        stranger = SGLangClient(server.url, origin=ORIGIN, vocab_size=VOCAB, timeout_s=0.5, key=key)
+        assert not await stranger.healthy()
+        for call in calls(stranger).values():
+            with pytest.raises(ServerRefused):
+                await call
+        await stranger.close()
+    assert not server.count
+    client = SGLangClient(server.url, origin=ORIGIN, vocab_size=VOCAB, timeout_s=0.5, key=server.key)
+    assert await client.healthy()
+    for path, call in calls(client).items():
+        with suppress(ServerRefused):  # there is no such group
+            await call
+        assert server.count[path] > 0, path
+    await client.close()

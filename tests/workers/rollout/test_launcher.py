@@ -92,7 +92,7 @@ async def test_a_health_check_that_hangs_ends_at_the_deadline(tmp_path: Path, cl
 
 async def launch(model: Path, folder: Path, port: int, *settings: str) -> Child:
     return await launch_server(
-        Config.load(settings), 0, model_path=model, label="test.0:0", log_folder=folder, port=port
+        Config.load(settings), 0, key="k", model_path=model, label="test.0:0", log_folder=folder, port=port
     )
 
 
@@ -178,7 +178,7 @@ def test_every_setting_reaches_the_command_line() -> None:
 def test_the_stock_launcher_serves_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     words = command(Config(), model_path="/m", label="a.0:0", port=1, devices=(2, 3))
-    assert words[2] == "sglang.launch_server"
+    assert words[2] == "areal.workers.rollout.server"
     assert flags(words)["--tp-size"] == "2"
     assert "--max-total-tokens" not in words, "SGLang knows the size of the device"
     assert "--context-length" not in words

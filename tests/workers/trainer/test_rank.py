@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -22,6 +24,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.busy, self.free = threading.Event(), threading.Event()
+        self.exported: list[str] = []
+        self.url = ""
 
     def specs(self) -> list[object]:
         self.busy.set()
@@ -32,21 +36,28 @@ class Engine:
         raise TrainerError("half a step")
 
     def write(self, folder: str) -> None:
-        if folder == "full":
+        if folder.endswith("full"):
             raise TrainerError("no room")
+
+    def export(self, folder: str) -> None:
+        self.exported.append(folder)
 
 
 @pytest.fixture
-async def rank() -> AsyncIterator[tuple[Engine, Post]]:
+async def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Engine, Post]]:
+    """It works in a folder inside of tmp_path, and may write in that only."""
+    (tmp_path / "root").mkdir()
+    monkeypatch.chdir(tmp_path / "root")
     engine = Engine()
-    rank = Rank(engine, None, "secret")  # type: ignore[arg-type]
+    rank = Rank(engine, None, "secret", ["."])  # type: ignore[arg-type]
     threading.Thread(target=rank.run, daemon=True).start()
-    url = f"http://127.0.0.1:{rank.serve()}"
-    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+    url = engine.url = f"http://127.0.0.1:{rank.serve()}"
+    headers = {"Authorization": "Bearer secret"}
+    async with aiohttp.ClientSession(url, headers=headers) as session:
 
         async def post(path: str) -> tuple[int, bytes]:
             name, _, folder = path.partition(" ")
-            async with session.post(f"{url}/{name}", data=wire.pack({"folder": folder})) as response:
+            async with session.post(f"/{name}", data=wire.pack({"folder": folder})) as response:
                 return response.status, await response.read()
 
         yield engine, post
@@ -84,3 +95,43 @@ async def test_a_failure_is_answered_though_it_cannot_be_logged(
         for path in ("write full", "stage there"):
             for _ in range(2):
                 assert (await post(path))[0] == 500
+
+
+@pytest.mark.parametrize("route", ["export", "stage"])
+async def test_a_folder_outside_of_the_roots_is_refused(rank: tuple[Engine, Post], tmp_path: Path, route: str) -> None:
+    """Outright, by `..`, by a symbolic link, and the root itself."""
+    engine, post = rank
+    (tmp_path / "root" / "link").symlink_to(tmp_path)
+    for folder in (
+        "/tmp/elsewhere",
+        "../elsewhere",
+        "a/../../elsewhere",
+        "link/elsewhere",
+        "link",
+        ".",
+        f"{tmp_path}/root-2",
+    ):
+        status, answer = await post(f"{route} {folder}")
+        assert status == 500
+        assert json.loads(answer)["kind"] == "TrainerError"
+        assert f"{folder!r} is in none of ['{tmp_path}/root']" in json.loads(answer)["error"]
+    assert engine.exported == []
+    assert (await post("export a/../b"))[0] == 200
+    assert engine.exported == [str(tmp_path / "root" / "b")]
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer ", "Bearer secre", "Bearer secrets", "Bearer sécret"]
+)
+async def test_every_route_asks_for_the_token(rank: tuple[Engine, Post], authorization: str | None) -> None:
+    engine, _ = rank
+    application = Rank(engine, None, "secret", [])._application()  # type: ignore[arg-type]
+    routes = {(route.method, route.resource.canonical) for route in application.router.routes() if route.resource}
+    assert len(routes) >= 11
+    headers = {} if authorization is None else {"Authorization": authorization}
+    async with aiohttp.ClientSession(engine.url, headers=headers) as session:
+        for method, path in [*routes, ("GET", "/nowhere"), ("POST", "/health")]:
+            async with session.request(method, path, data=b"" if method == "POST" else None) as response:
+                assert response.status == 401, path
+    assert not engine.busy.is_set()
+    assert engine.exported == []

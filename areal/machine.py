@@ -1,0 +1,190 @@
+"""Whether the machine has what a run needs: ports, disk, memory, files, devices. Estimates are lower bounds."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from areal.config import Config
+from areal.errors import ConfigError
+from areal.workers.placement import Plan, place
+from areal.workers.process import check_port
+from areal.workers.rollout.launcher import CPU_KV_TOKENS
+from areal.workers.trainer.architecture import Architecture
+
+Result = tuple[Literal["ok", "warning", "problem"], str, str] | str
+
+GB = 1e9
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+ADAM_BYTES = {"float32": 8, "bfloat16": 12}
+"""A parameter's optimizer state: two moments, and a float32 copy of a bfloat16 weight."""
+GRADIENT_BYTES = 4
+RANK_BYTES, SERVER_BYTES = 0.4e9, 0.8e9
+"""What a process takes before it has a model, on a CPU."""
+TOKEN_BYTES = 13
+"""Of a token in the ledger: id, log-prob, version, mask."""
+SPARE_FILES = 128
+"""Open files besides connections: libraries, logs, the ledger."""
+
+
+def placement(config: Config) -> Iterator[Result]:
+    plan = place(config)
+    yield f"{'CPU only' if not plan.ranks else f'ranks on {list(plan.ranks)}, servers on {_lists(plan)}'}"
+
+
+def ports(config: Config) -> Iterator[Result]:
+    first, count = config.servers.port, config.servers.count
+    if not first or config.servers.urls:
+        yield "free ones are taken as they come"
+        return
+    taken = 0
+    for port in range(first, first + count):
+        try:
+            check_port(port)
+        except ConfigError as error:
+            taken += 1
+            yield "problem", str(error).partition(";")[0], "set servers.port to another, or to 0 for a free one"
+    if not taken:
+        yield f"{first} to {first + count - 1} are free"
+
+
+def open_files(config: Config) -> Iterator[Result]:
+    """Each running episode has a connection at most, and one more while it is aborted."""
+    episodes = (config.staleness.max + 1) * config.train.batch_groups * config.group.size
+    calls = min(episodes, config.servers.max_running * max(config.servers.count, len(config.servers.urls)))
+    need = 2 * calls + SPARE_FILES
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and limit < need:
+        yield (
+            "problem",
+            f"{limit} open files are allowed, {calls} calls at a time need {need}",
+            f"`ulimit -n {need}`, or lower servers.max_running",
+        )
+    else:
+        yield f"{need} are needed at most"
+
+
+def parameters(model: Architecture) -> int:
+    """Number of parameters; biases are left out."""
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
+    layer = model.hidden * (heads + 3 * model.ffn + 2)
+    return model.layers * layer + model.vocab * model.hidden * (1 if model.tied else 2) + model.hidden
+
+
+def disk(config: Config, model: Architecture) -> Iterator[Result]:
+    """Room for checkpoint.keep + 1 checkpoints, the ledger between two of them, and two exports of weights."""
+    size, dtype = parameters(model), config.model.dtype
+    checkpoints = (config.checkpoint.keep + 1) * size * (WEIGHT_BYTES[dtype] + ADAM_BYTES[dtype])
+    exports = 2 * size * WEIGHT_BYTES[dtype] if config.weights.transport == "disk" else 0
+    run = _existing(config.run or Path(config.folder))
+    needs: dict[int, list[tuple[Path, float, str]]] = defaultdict(list)
+    needs[run.stat().st_dev].append((run, checkpoints, f"{config.checkpoint.keep + 1} checkpoints"))
+    if exports:
+        weights = _existing(Path(config.weights.folder)) if config.weights.folder else run
+        needs[weights.stat().st_dev].append((weights, exports, "two versions of the weights"))
+    short = False
+    for parts in needs.values():
+        path, need = parts[0][0], sum(part[1] for part in parts)
+        free = shutil.disk_usage(path).free
+        if free < need:
+            short = True
+            yield (
+                "problem",
+                f"{path} has {free / GB:.1f} GB free, {' and '.join(part[2] for part in parts)} take "
+                f"{need / GB:.1f} GB",
+                "free some, set folder and weights.folder to a larger disk, or lower checkpoint.keep",
+            )
+    room = shutil.disk_usage(run).free - sum(part[1] for part in needs[run.stat().st_dev])
+    if not short and room < (ledger := _ledger_bytes(config)):
+        short = True
+        yield (
+            "warning",
+            f"{run} has {max(0.0, room) / GB:.1f} GB left for the ledger, which may take {ledger / GB:.1f} GB between "
+            "two checkpoints",
+            "free some, or lower checkpoint.every",
+        )
+    if not short:
+        yield f"{(checkpoints + exports) / GB:.1f} GB for checkpoints and weights are free"
+
+
+def memory(config: Config, model: Architecture) -> Iterator[Result]:
+    """Of ranks and servers without their activations: less will not do."""
+    size, weight = parameters(model), WEIGHT_BYTES[config.model.dtype]
+    rank = size * (weight + GRADIENT_BYTES + ADAM_BYTES[config.model.dtype])
+    plan = place(config)
+    if plan.ranks:
+        yield from _device_memory(plan, rank, size * weight)
+        return
+    kv = 2 * model.layers * model.kv_heads * model.head_dim * weight * (config.servers.max_total_tokens or CPU_KV_TOKENS)
+    ranks = config.trainer.ranks * (rank + RANK_BYTES)
+    servers = len(plan.servers) * (size * weight + kv + SERVER_BYTES)
+    available = available_memory()
+    if ranks + servers > available:
+        yield (
+            "problem",
+            f"{available / GB:.1f} GB are available; {config.trainer.ranks} ranks need {ranks / GB:.1f} GB and "
+            f"{len(plan.servers)} servers {servers / GB:.1f} GB, for {size / 1e6:.4g} million parameters",
+            "use a smaller model, fewer servers or ranks, a smaller servers.max_total_tokens, or model.dtype=bfloat16",
+        )
+    else:
+        yield f"{(ranks + servers) / GB:.1f} of {available / GB:.1f} GB at least are taken"
+
+
+def available_memory() -> float:
+    """Bytes that new processes can have: of the machine, and of the control group that this one is in."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = float(fields["MemAvailable"].split()[0]) * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            available = min(available, float(Path(limit).read_text()) - float(Path(used).read_text()))
+        except (OSError, ValueError):  # not in such a group, or without a limit ("max")
+            continue
+    return available
+
+
+def _device_memory(plan: Plan, rank: float, weights: float) -> Iterator[Result]:
+    import torch
+
+    needs: dict[int, float] = defaultdict(float)
+    for device in plan.ranks:
+        needs[device] += rank
+    for devices in plan.servers:
+        for device in devices:
+            needs[device] += weights / len(devices)
+    short = False
+    for device, need in sorted(needs.items()):
+        if need > (total := torch.cuda.get_device_properties(device).total_memory):
+            short = True
+            yield (
+                "problem",
+                f"device {device} has {total / GB:.0f} GB; weights, gradients and optimizer state there take "
+                f"{need / GB:.0f} GB",
+                "use a smaller model, model.dtype=bfloat16, or more devices by `placement`",
+            )
+    if not short:
+        yield f"{max(needs.values()) / GB:.1f} GB at least are taken on a device"
+
+
+def _ledger_bytes(config: Config) -> float:
+    """Of the answers alone, if all are as long as they may be."""
+    steps = min(config.checkpoint.every or config.train.steps, config.train.steps) + config.staleness.max + 1
+    episodes = steps * config.train.batch_groups * config.group.size
+    return episodes * config.sampling.max_new_tokens * TOKEN_BYTES
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the closest one above it that exists."""
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if os.path.isdir(parent))
+
+
+def _lists(plan: Plan) -> list[list[int]]:
+    return [list(devices) for devices in plan.servers]

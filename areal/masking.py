@@ -1,0 +1,46 @@
+"""Secrets in the environment: which variables hold one, and how children and texts go without."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+
+_NAMES = re.compile(r"(PASSWORD|PASSWD|APIKEY|(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?))$", re.IGNORECASE)
+_SHORTEST = 8
+"""A shorter value would be found in texts that have nothing to do with it."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of that name holds a secret: WANDB_API_KEY, HF_TOKEN, PGPASSWORD, ..."""
+    return _NAMES.search(name) is not None
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not is_secret(name)}
+
+
+def secret_in(text: str) -> str | None:
+    """The name of a variable of this process's environment whose secret is in `text`."""
+    return next((name for name, value in _secrets().items() if value in text), None)
+
+
+def mask(text: str) -> str:
+    """`text` with `<NAME>` in the place of each secret of this process's environment."""
+    for name, value in _secrets().items():
+        text = text.replace(value, f"<{name}>")
+    return text
+
+
+def _secrets() -> dict[str, str]:
+    """Name -> value, the longest value first: another may be a part of it."""
+    found = {n: v for n, v in os.environ.items() if len(v) >= _SHORTEST and is_secret(n)}
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+class MaskingFormatter(logging.Formatter):
+    """Masks messages and tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return mask(super().format(record))

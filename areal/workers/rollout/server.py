@@ -1,0 +1,82 @@
+"""Runs the stock SGLang server, closed to everybody who does not have this run's key.
+
+    AREAL_SERVER_KEY=... python -m areal.workers.rollout.server --model-path DIR --port N [flags of SGLang]
+
+It does what `python -m sglang.launch_server --api-key ...` does, except that
+
+- the key comes from the environment: a command line is shown by `ps` to every user, and SGLang logs its arguments;
+- every path asks for it, where SGLang leaves /health, /health_generate and /metrics open;
+- torch.distributed's store listens on the loopback address, where it was given that, not on all of them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+SERVER_KEY = "AREAL_SERVER_KEY"
+"""Environment variable with the API key of servers: of those that areal starts, and of those in servers.urls."""
+
+
+class Key(str):
+    """Text that is never shown; SGLang logs the repr of its arguments."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+def close_http(args: Any) -> None:
+    """Let every request of the server that `args` are for need the key."""
+    key = os.environ.pop(SERVER_KEY, "")
+    if not key:
+        raise SystemExit(f"{SERVER_KEY} is not set: a server without a key would obey anybody; set it to a secret")
+    args.api_key = Key(key)
+
+    from sglang.srt.utils import auth
+
+    expected = f"Bearer {key}".encode()
+
+    def decide(*, authorization_header: str | None, **_: Any) -> auth.AuthDecision:
+        given = (authorization_header or "").encode(errors="surrogateescape")
+        return auth.AuthDecision(allowed=hmac.compare_digest(given, expected))
+
+    auth.decide_request_auth = decide
+
+
+def close_store() -> None:
+    """Keep the store of this process to the address that it is given."""
+    from torch.distributed import TCPStore, rendezvous
+
+    from areal.workers.store import open_store
+
+    def create(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+    ) -> TCPStore:
+        return open_store(hostname, port, world_size, is_master=rank == 0, timeout=timeout, use_libuv=use_libuv)
+
+    rendezvous._create_c10d_store = create
+
+
+def main(arguments: list[str]) -> None:
+    close_store()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    args = prepare_server_args(arguments)
+    close_http(args)
+    try:
+        run_server(args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+elif __name__ == "__mp_main__":  # a scheduler, which SGLang spawns
+    close_store()

@@ -238,7 +238,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which = look.add_mutually_exclusive_group()
     which.add_argument("--group", metavar="NUMBER", help="one group: members, rewards, advantages, failures, fate")
     which.add_argument("--episode", metavar="GROUP.MEMBER", help="one episode, token by token")
+    examine = commands.add_parser(
+        "doctor",
+        help="look for what would go wrong in a run",
+        description="Check machine, data, chat template and tool calls; then start one server and the ranks, compare "
+        "their log-probs, and publish weights. Exit code 0: no problem; 1: at least one; 2: a setting is wrong.",
+    )
+    examine.add_argument("settings", nargs="*", metavar="FILE.toml or key=value", help="files first, key=value wins")
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return _examine(options.settings)
     if options.command in ("replay", "inspect"):
         return _look(options)
     if options.command == "resume":
@@ -270,6 +279,23 @@ def _look(options: argparse.Namespace) -> int:
         print(describe(error), file=sys.stderr)
         return exit_code(error)
     return 0
+
+
+def _examine(settings: Sequence[str]) -> int:
+    """`doctor`: prints each finding as it comes."""
+    from areal.doctor import doctor
+
+    try:
+        config = Config.load(settings)
+    except ArealError as error:
+        print(describe(error), file=sys.stderr)
+        return exit_code(error)
+    found = []
+
+    async def run() -> None:
+        found.extend(await doctor(config, tell=partial(print, flush=True)))
+
+    return supervise(run) or int(any(finding.level == "problem" for finding in found))
 
 
 def _resume(run: str, changes: Sequence[str]) -> int:

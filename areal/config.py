@@ -84,6 +84,19 @@ class EpisodeSettings(Section):
     """Times a failed episode is started again before its failure is final."""
 
 
+class Failures(Section):
+    """Failed tries of episodes, since the last that finished, after which the run ends with the last traceback (I9)."""
+
+    agent: int = Field(default=32, ge=0)
+    """Tries in a row that the agent or one of its tools failed."""
+    reward: int = Field(default=32, ge=0)
+    """Tries in a row without a usable reward (RewardError, or no finite number)."""
+    infrastructure: int = Field(default=128, ge=0)
+    """Tries in a row that a server failed, or that ran out of time."""
+    data: int = Field(default=32, ge=0)
+    """Tries in a row that failed of their task (DataError)."""
+
+
 class Staleness(Section):
     max: int = Field(default=2, ge=0)
     """Largest staleness, in steps, that may enter a loss (eta). 0 is synchronous RL."""
@@ -219,13 +232,12 @@ class Config(Section):
     watchdog_s: float = Field(default=900.0, gt=0)
     """Seconds without progress after which the run names what it waits for and ends (I7). Longer than
     `episode.timeout_s`, `weights.timeout_s`, `servers.start_timeout_s` and `trainer.timeout_s`."""
-    max_failures: int = Field(default=32, ge=0)
-    """Failed episodes, since the last that finished, after which the run ends with the last traceback (I9)."""
     model: Model = Model()
     data: Data = Data()
     group: GroupSettings = GroupSettings()
     sampling: SamplingSettings = SamplingSettings()
     episode: EpisodeSettings = EpisodeSettings()
+    failures: Failures = Failures()
     staleness: Staleness = Staleness()
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
@@ -339,13 +351,14 @@ class Config(Section):
         """Every setting as TOML that `load` reads back to an equal tree; a comment says where each value came from."""
         lines: list[str] = []
         section = ""
-        for key in SETTINGS:
+        for key, field in SETTINGS.items():
             head, _, leaf = key.rpartition(".")
             if head != section:
                 section = head
                 lines.append(f"\n[{section}]")
             line = f"{leaf} = {_toml(self[key], key)}"
-            lines.append(f"{line:40}  # {self.origins.get(key, 'default')}")
+            origin = self.origins.get(key, "default" if self[key] == field.default else "program")
+            lines.append(f"{line:40}  # {origin}")
         return "\n".join(lines) + "\n"
 
 
@@ -364,7 +377,7 @@ CHANGEABLE = (
     "checkpoint.",
     "data.epochs",
     "episode.",
-    "max_failures",
+    "failures.",
     "metrics.",
     "model.context_length",
     "placement.servers",

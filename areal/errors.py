@@ -6,6 +6,7 @@
     ├── EpisodeError         one episode cannot go on; it is retried, then dropped and counted (I9)
     │   ├── DeadlineExceeded the episode or one of its calls ran out of time
     │   ├── ContextOverflow  the prompt leaves no room for an answer in the model's context
+    │   ├── RewardError      the reward could not be computed, or is no finite number
     │   └── ForkRefused      an edit of earlier messages that the transcript cannot represent
     ├── ServerError          an SGLang server failed (names the server)
     │   ├── ServerLost       no connection, or it died; another server takes over
@@ -15,7 +16,7 @@
     ├── PublishError         new weights did not reach the servers
     ├── ProcessError         a child process did not start, or died (has the last lines of its log)
     ├── LedgerError          the ledger cannot be written or read
-    ├── TooManyFailures      more than `max_failures` episodes failed (has the last traceback)
+    ├── TooManyFailures      more episodes failed than `failures` allows (has the last traceback)
     └── Stalled              no progress for `watchdog_s`; says what was waited for (I7)
 
 A message says the value, the place and the remedy.
@@ -44,6 +45,10 @@ class DeadlineExceeded(EpisodeError):
 
 class ContextOverflow(EpisodeError):
     """The prompt leaves no room for an answer within the model's context."""
+
+
+class RewardError(EpisodeError):
+    """The reward of an episode could not be computed: to be raised by an agent whose reward function failed."""
 
 
 class ForkRefused(EpisodeError):
@@ -83,7 +88,7 @@ class LedgerError(ArealError):
 
 
 class TooManyFailures(ArealError):
-    """More than `max_failures` episodes failed in a row of the same kind."""
+    """More episodes failed in a row than `failures` allows for what they failed of."""
 
 
 class Stalled(ArealError):

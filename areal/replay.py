@@ -174,7 +174,7 @@ _CALLS: dict[type[Fact], Callable[[_Replay, Any], object]] = {
     Started: _Replay.start,
     Admitted: _Replay.admit,
     Finished: lambda run, fact: run.scheduler.finished(fact.group, fact.member, fact.reward, dict(fact.tokens)),
-    Failed: lambda run, fact: run.scheduler.failed(fact.group, fact.member, fact.kind, fact.message),
+    Failed: lambda run, fact: run.scheduler.failed(fact.group, fact.member, fact.kind, fact.message, fact.tokens),
     GaveUp: lambda run, fact: "a member is given up only when it failed",
     Completed: lambda run, fact: "a group is complete only when its last member ends",
     Dropped: _Replay.drop,

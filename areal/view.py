@@ -154,7 +154,7 @@ class LiveView(View):
         now = self._clock() - self._since
         rows = {
             "reward": f"{_fixed(report.reward_mean)}  {sparkline(self._rewards, 32)}",
-            "success": _fixed(report.success),
+            "evaluated": f"success {_fixed(report.success)}",
             "staleness": _bars(report.staleness),
             "tokens/s": f"generated {_si(report.generated_tokens_per_s)}, trained {_si(report.trained_tokens_per_s)}",
             "weights": f"servers stood still {_percent(report.still_share)} of the time",
@@ -163,7 +163,7 @@ class LiveView(View):
             "last step": f"{_seconds(report.seconds)}, {report.groups} groups; this one {_duration(now)}",
         }
         if math.isnan(report.success):
-            del rows["success"]
+            del rows["evaluated"]
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         table.add_column(style="bold", no_wrap=True, min_width=max(map(len, rows)))
         table.add_column(no_wrap=True, ratio=1)
@@ -220,7 +220,7 @@ def plain_line(report: StepReport) -> str:
         f"step {report.step}/{report.steps}",
         f"v{report.version}",
         f"reward {_fixed(report.reward_mean)}",
-        *([] if math.isnan(report.success) else [f"success {_fixed(report.success)}"]),
+        *([] if math.isnan(report.success) else [f"evaluated {_fixed(report.success)}"]),
         f"groups {report.groups}",
         "staleness " + (" ".join(f"{s}:{n / total:.0%}" for s, n in sorted(report.staleness.items())) or "-"),
         *([f"masked {_percent(report.masked_share)}"] if report.masked_share > 0 else []),

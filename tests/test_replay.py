@@ -46,7 +46,7 @@ PLAIN = SchedulerSettings(
     min_members=2,
     uniform="replace",
     retries=1,
-    max_failures=10,
+    failures={"agent": 10, "infrastructure": 10, "reward": 10, "data": 10},
     last_version=100,
 )
 
@@ -128,7 +128,7 @@ def lives(draw: st.DrawFn, kills: int = 0) -> Life:
         min_members=draw(st.integers(1, size)),
         uniform=draw(st.sampled_from(["train", "replace"])),
         retries=draw(st.integers(0, 1)),
-        max_failures=10,
+        failures={"agent": 10, "infrastructure": 10, "reward": 10, "data": 10},
         last_version=draw(st.sampled_from([5, 100])),
     )
     life = Life(random.Random(draw(st.integers(0, 2**32))), settings, kills=kills)

@@ -43,7 +43,7 @@ def test_the_plain_line():
         "gap 3e-05  2.1 s"
     )
     assert plain_line(StepReport(step=1, steps=2, version=1, success=0.5, generated_tokens_per_s=12)) == (
-        "step 1/2  v1  reward -  success 0.50  groups 0  staleness -  gen 12 tok/s  train - tok/s  still -  gap -  -"
+        "step 1/2  v1  reward -  evaluated 0.50  groups 0  staleness -  gen 12 tok/s  train - tok/s  still -  gap -  -"
     )
 
 

@@ -25,7 +25,7 @@ from areal.agents.journal import Journal, model_key, tool_key
 from areal.agents.template import Template
 from areal.agents.tools import MalformedCall, Tool, read_arguments, tool
 from areal.agents.transcript import Transcript
-from areal.errors import ArealError, ContextOverflow, EpisodeError
+from areal.errors import ArealError, ContextOverflow, EpisodeError, RewardError
 from areal.types import Completion, EpisodeRecord, Ints, Message, Sampling
 
 _CLEANUP_S = 1.0
@@ -81,7 +81,10 @@ class Episode:
         self._waits: list[tuple[str, float]] = []
         self._since = asyncio.get_running_loop().time()
         self._left_behind: set[asyncio.Task[str]] = set()
+        self.tokens = 0
+        """Sampled so far."""
         self._finished = False
+        self._abandoned = False
 
     @property
     def forks(self) -> int:
@@ -204,9 +207,9 @@ class Episode:
         except OverflowError:
             value = math.inf
         if not math.isfinite(value):
-            raise EpisodeError(
-                f"{self._agent} returned {reward!r} as the reward of task {self.task_id!r}: return a finite number "
-                "(raise an exception when there is no reward)"
+            raise RewardError(
+                f"{self._agent} returned {reward!r} as the reward of task {self.task_id!r}: return a finite number, "
+                "such as float(reward) (raise an exception when there is no reward)"
             )
         return EpisodeRecord(
             group=self.group,
@@ -221,6 +224,8 @@ class Episode:
         )
 
     async def _complete(self, ids: Ints, max_new_tokens: int | None) -> Completion:
+        if self._abandoned:  # an error would make a loop that catches everything spin
+            await asyncio.get_running_loop().create_future()
         if self._finished:
             raise EpisodeError(f"{self._agent} called the model after the episode of task {self.task_id!r} had ended")
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -237,7 +242,12 @@ class Episode:
             sampling = dataclasses.replace(sampling, max_new_tokens=limit)
         completion = await self._recorded_or_new(ids, sampling)
         self.turns += 1
+        self.tokens += len(completion.output_ids)
         return completion
+
+    def abandon(self) -> None:
+        """The agent ignored its cancellation: from now on its calls never return."""
+        self._abandoned = True
 
     async def _recorded_or_new(self, ids: Ints, sampling: Sampling) -> Completion:
         key = model_key(ids, sampling) if self._journal else b""
@@ -267,7 +277,7 @@ class Episode:
             return await known[name].run(checked)
         except ArealError:
             raise
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             return f"Error: {type(problem).__name__}: {problem}"
 
     def _too_late(self, call: dict[str, Any]) -> str:

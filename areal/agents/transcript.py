@@ -72,7 +72,7 @@ class Transcript:
         """Ids of a conversation up to and with the generation prompt. Raises ForkRefused."""
         assert self._template is not None
         parent, known = self._longest(messages, tools)
-        new = [_snapshot(message) for message in messages[known:]]
+        new = [snapshot(message) for message in messages[known:]]
         if self._retells(parent, new):
             self.forks += 1
         if parent is None:
@@ -103,7 +103,7 @@ class Transcript:
         if calls:
             message["tool_calls"] = [{"id": self._call_id(), **call} for call in calls]
         turn = self._record(prompt, completion, self._chats)
-        turn.reply, turn.handed_out = _snapshot(message), message
+        turn.reply, turn.handed_out = snapshot(message), message
         return message
 
     def extend_ids(self, ids: Ints) -> Prompt:
@@ -191,12 +191,12 @@ def _same_reply(message: Message, reply: Message | None) -> bool:
     return len(calls) == len(own) and all(a.get("function") == b["function"] for a, b in zip(calls, own, strict=True))
 
 
-def _snapshot(value: Any) -> Any:
+def snapshot(value: Any) -> Any:
     """A copy that shares only strings and numbers, so that a caller's later edit of a message is noticed."""
     if isinstance(value, dict):
-        return {key: _snapshot(item) for key, item in value.items()}
+        return {key: snapshot(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_snapshot, value))
+        return type(value)(map(snapshot, value))
     return value
 
 

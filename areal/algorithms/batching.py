@@ -32,8 +32,8 @@ def flatten(
     """Lay the batch out for the step from `version`, sequence after sequence (I2).
 
     A token of staleness `version - its version` above max_staleness gets weight 0 with late="mask"; with "drop" and
-    "wait" the scheduler has kept such groups out, and one is an error. Every sequence of an episode carries the episode's
-    advantage, computed over all members of its group. Sequences left without a loss token are left out.
+    "wait" the scheduler has kept such groups out, and one is an error. Every sequence of an episode carries the
+    episode's advantage, computed over all members of its group. Sequences left without a loss token are left out.
 
     Raises ValueError for a trajectory that breaks a contract: a late token with late="drop", a token from a version
     yet to come, a loss on a token that no server sampled or on the first token.

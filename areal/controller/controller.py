@@ -33,9 +33,10 @@ from areal.controller.facts import Admitted, Completed, Dropped, Fact, Finished,
 from areal.controller.ledger import Ledger
 from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, attempt, name_of
 from areal.controller.scheduler import Scheduler, SchedulerSettings
-from areal.controller.watchdog import Watchdog
+from areal.controller.watchdog import LoopWatch, Watchdog
 from areal.controller.weights import PublishStats
 from areal.data import Tasks, check, evaluation_tasks
+from areal.doctor import before_run
 from areal.errors import ArealError, TooManyFailures, TrainerError, VersionConflict, root_cause
 from areal.masking import MaskingFormatter
 from areal.metrics import Metrics, StepReport, staleness_of
@@ -51,6 +52,8 @@ T = TypeVar("T")
 
 EVALUATION = -1
 """The group number of episodes that are not trained on."""
+BIAS_EPISODES, BIAS_SHARE, BIAS_RATIO = 20, 0.02, 1.5
+"""A length bias is warned of from so many dropped episodes on, such a share, and such a ratio of mean lengths."""
 CHECKPOINT_ON_STOP_S = 4.0
 """A stopped run may take this long for a last checkpoint; else the one before is named."""
 
@@ -99,6 +102,7 @@ class Controller:
         self._writing: asyncio.Task[None] | None = None
         self._completed = 0
         self._trainer_restarts = 0
+        self._lost_told = 0
         self._gap_max = math.nan
         self._last_success = math.nan
 
@@ -112,6 +116,8 @@ class Controller:
         if config.data.evaluation:
             await asyncio.to_thread(evaluation_tasks, config)
         inline = self._workers.inline
+        if not inline:
+            await asyncio.to_thread(before_run, config)
         async with AsyncExitStack() as stack:
             if config.run:
                 self.ledger = Ledger.open(config.run / "ledger", inline=inline)  # refuses a run that somebody has
@@ -146,6 +152,7 @@ class Controller:
             self._watchdog = Watchdog(config.watchdog_s, self._describe, lambda: self._rollout.idle, stacks)
             self._first_group = self.scheduler.state.admitted  # that this controller admits
             attempt = self.scheduler.start()
+            self._loop_watch = None if inline else stack.enter_context(LoopWatch())
             saved = self.scheduler.state.checkpoint
             self.cluster = Cluster(
                 config,
@@ -161,6 +168,9 @@ class Controller:
             log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
             await stack.enter_async_context(self.cluster)
             self._background = await stack.enter_async_context(asyncio.TaskGroup())
+            if self._loop_watch:
+                beats = self._background.create_task(self._loop_watch.run(), name="loop watch")
+                stack.callback(beats.cancel)
             await self._recover()
             log.info("ready after %.0f s", asyncio.get_running_loop().time() - self._started)
             self._stack = stack.pop_all()
@@ -169,7 +179,7 @@ class Controller:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        if isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError | ArealError):
             error.add_note(f"go on with: areal resume {self.folder.path}")
         try:
             return await self._stack.__aexit__(kind, error, trace)
@@ -380,7 +390,7 @@ class Controller:
         """Run the agent once on each task with the current weights; nothing is trained.
 
         tasks: None takes `data.evaluation` or the held-out rows. label: puts the success share into summary.json
-        under this name. Raises TooManyFailures when more than `max_failures` episodes failed for good.
+        under this name. Raises TooManyFailures when more than `failures.agent` episodes failed for good.
         """
         rows = await asyncio.to_thread(evaluation_tasks, self.config) if tasks is None else check(list(tasks))
         rewards: dict[str, list[float]] = {}
@@ -392,12 +402,10 @@ class Controller:
                 if isinstance(outcome, EpisodeRecord):
                     rewards.setdefault(task["id"], []).append(outcome.reward)
                     return
-                if (me := asyncio.current_task()) and me.cancelling():
-                    raise asyncio.CancelledError  # the agent made another error of it
                 if not left:
                     failures.append(outcome)
                     log.warning("evaluation of task %s failed: %s", task["id"], outcome.summary)
-            if len(failures) > self.config.max_failures:
+            if len(failures) > self.config.failures.agent:
                 raise TooManyFailures(f"{len(failures)} evaluation episodes failed; the last:\n{failures[-1].message}")
 
         # As many at once as training would run: more would only wait at the servers, on their deadlines.
@@ -460,7 +468,7 @@ class Controller:
             self._completed += 1
         # That many complete groups without a step are a livelock: each of them was dropped as too old.
         enough = self._completed <= self.config.train.batch_groups * (self.config.staleness.max + 2)
-        woke = isinstance(fact, Admitted) and not self._rollout.running  # after an idle time a new wait begins
+        woke = isinstance(fact, Admitted) and self._rollout.woken  # after an idle time a new wait begins
         if woke or (enough and isinstance(fact, Completed | Trained)):
             self._watchdog.progress()
         self._changed.notify()
@@ -501,8 +509,36 @@ class Controller:
             groups_open=len(self.scheduler.state.open),
             seconds=seconds,
         )
-        self._metrics.log(report.step, {**report.metrics(), "train": asdict(stats), "publish": asdict(published)})
+        lengths = {"kept": self.scheduler.state.kept, "lost": self.scheduler.state.lost}
+        self._metrics.log(
+            report.step,
+            {
+                **report.metrics(),
+                "train": asdict(stats),
+                "publish": asdict(published),
+                "episodes": {f"{name}_{key}": v for name, of in lengths.items() for key, v in asdict(of).items()},
+                "loop_lag_s": self._loop_watch.lag_s() if self._loop_watch else 0.0,
+            },
+        )
+        self._warn_of_length_bias()
         self._view.step(report)
+
+    def _warn_of_length_bias(self) -> None:
+        """Dropping long episodes teaches the model to be short, and the other way round."""
+        kept, lost = self.scheduler.state.kept, self.scheduler.state.lost
+        if lost.episodes < max(self._lost_told, BIAS_EPISODES) or not kept.tokens:
+            return
+        share, ratio = lost.episodes / (kept.episodes + lost.episodes), lost.mean / kept.mean
+        if share > BIAS_SHARE and not 1 / BIAS_RATIO < ratio < BIAS_RATIO:
+            self._lost_told = 2 * lost.episodes
+            log.warning(
+                "%.1f %% of the episodes were dropped, with %.0f tokens on average; those trained on have %.0f: "
+                "training favours the %s ones. Look at `areal inspect` for why they were dropped",
+                100 * share,
+                lost.mean,
+                kept.mean,
+                "short" if ratio > 1 else "long",
+            )
 
     async def _write_summary(self) -> None:
         """summary.json and the reward curve: of every run, however it ended."""

@@ -41,12 +41,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """One try of a member failed. It runs again unless GaveUp or Dropped follows."""
+    """One try of a member failed, `tokens` sampled tokens long. It runs again unless GaveUp or Dropped follows."""
 
     group: int
     member: int
     kind: str
     message: str
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal.agents.episode import Episode
+from areal.agents.transcript import snapshot
 from areal.controller.ledger import Ledger
-from areal.controller.scheduler import Scheduler, Verdict
+from areal.controller.scheduler import BUDGET_OF, Scheduler, Verdict
 from areal.data import Tasks
-from areal.errors import DataError, DeadlineExceeded, EpisodeError, ServerError, TooManyFailures
+from areal.errors import (
+    ArealError,
+    DataError,
+    DeadlineExceeded,
+    EpisodeError,
+    RewardError,
+    ServerError,
+    TooManyFailures,
+    root_cause,
+)
 from areal.masking import mask
 from areal.types import NOT_SAMPLED, EpisodeRecord, Task
+
+END_S = 5.0
+"""Seconds that a cancelled agent has to end."""
+BACK_OFF_S = 0.5
+MAX_BACK_OFF_S = 30.0
+"""Seconds before an episode that a server failed is tried again, doubled each time."""
+IDLE_S = 1.0
 
 log = logging.getLogger("areal")
 
@@ -63,31 +80,72 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        return self.message.strip().rpartition("\n")[2]
+        """One line."""
+        cause = root_cause(self.error)
+        text = str(cause).strip().partition("\n")[0]
+        return mask(text if isinstance(cause, ArealError) else f"{type(cause).__name__}: {text}")
+
+
+_left_behind: set[asyncio.Task[float]] = set()
+"""Agents that ignored their cancellation: held, so that asyncio does not drop them in mid-flight."""
 
 
 async def attempt(agent: Agent, episode: Episode, task: Task, timeout_s: float) -> EpisodeRecord | Failure:
-    """Run the agent once under its deadline. Only cancellation and areal's own bugs escape."""
+    """Run the agent once, in a task of its own, under its deadline. Only cancellation and areal's own bugs escape.
+
+    The agent gets a copy of the task. One that ignores its cancellation is left behind after END_S: it can neither
+    hold up the run nor turn a time-out into a reward.
+    """
     loop = asyncio.get_running_loop()
     start = loop.time()
-    deadline = asyncio.timeout(timeout_s)
+    running = loop.create_task(_call(agent, episode, snapshot(task)), name=f"agent {episode.key}")
     try:
-        async with deadline:
-            reward = await agent(episode, task)
-        return episode.finish(reward, loop.time() - start)
-    except TimeoutError as error:
-        if deadline.expired():
-            message = f"no reward after episode.timeout_s={timeout_s:g}: {episode.state}"
-            return Failure("timeout", message, DeadlineExceeded(message))
-        return Failure("agent", _traceback(error), error)
+        await asyncio.wait((running,), timeout=timeout_s)
+    except asyncio.CancelledError:
+        await _end(running, episode)
+        raise
+    if not running.done():
+        message = f"no reward after episode.timeout_s={timeout_s:g}: {episode.state}"
+        await _end(running, episode)
+        return Failure("timeout", message, DeadlineExceeded(message))
+    try:
+        return episode.finish(running.result(), loop.time() - start)
+    except asyncio.CancelledError as error:
+        return Failure("agent", f"the agent let a CancelledError out that was not for it:\n{_traceback(error)}", error)
     except ServerError as error:
         return Failure("server", str(error), error)
     except DataError as error:
         return Failure("data", str(error), error)
+    except RewardError as error:
+        return Failure("reward", str(error), error)
     except EpisodeError as error:
         return Failure("agent", str(error), error)
     except Exception as error:  # user code: whatever it raises is counted, never a reward (I9)
         return Failure("agent", _traceback(error), error)
+
+
+async def _call(agent: Agent, episode: Episode, task: Task) -> float:
+    try:
+        return await agent(episode, task)
+    except SystemExit as error:  # it would end the whole program, as if all was well
+        raise EpisodeError(f"{name_of(agent)} called sys.exit({error.code!r})") from error
+
+
+async def _end(running: asyncio.Task[float], episode: Episode) -> None:
+    """Cancel an agent and give it END_S."""
+    running.cancel()
+    await asyncio.wait((running,), timeout=END_S)
+    if not running.done():
+        episode.abandon()
+        log.error("%s ignores its cancellation and is left behind; let CancelledError pass", episode.state)
+        _left_behind.add(running)
+    running.add_done_callback(_ended)
+
+
+def _ended(running: asyncio.Task[float]) -> None:
+    _left_behind.discard(running)
+    if not running.cancelled():
+        running.exception()  # nobody waits for it: not worth asyncio's warning
 
 
 def name_of(agent: Agent) -> str:
@@ -136,6 +194,8 @@ class RolloutLoop:
         self.running: dict[tuple[int, int], Episode] = {}
         self.finished: dict[int, dict[int, EpisodeRecord]] = {}
         self.exhausted = False
+        self.woken = False
+        """Whether the last task came after a time in which nothing ran (a service that was asked again)."""
         self._awaits_task = False
         self._groups: dict[int, asyncio.Task[None]] = {}
 
@@ -169,8 +229,10 @@ class RolloutLoop:
                     await self._changed.wait()
                 await self._ledger.ready()
                 self._awaits_task = True
+                asked = asyncio.get_running_loop().time()
                 try:
                     task, position = await anext(source)
+                    self.woken = not self.running and asyncio.get_running_loop().time() > asked + IDLE_S
                 except StopAsyncIteration:
                     break
                 finally:
@@ -202,29 +264,34 @@ class RolloutLoop:
 
     async def _member(self, agent: Agent, number: int, member: int, task: Task) -> None:
         """One member to its end: finished, given up, or its group dropped."""
-        first = True
+        tries = 0
         while True:
-            episode = self._new_episode(number, member, task["id"], name_of(agent), first)
-            first = False
+            episode = self._new_episode(number, member, task["id"], name_of(agent), not tries)
             self.running[number, member] = episode
             try:
                 outcome = await attempt(agent, episode, task, self._timeout_s)
             finally:
                 del self.running[number, member]
+            if isinstance(outcome, EpisodeRecord) and not outcome.turns:
+                why = f"{name_of(agent)} returned a reward without having called the model: nothing to learn from"
+                outcome = Failure("agent", why, EpisodeError(why))
             if isinstance(outcome, EpisodeRecord):
                 self.finished.setdefault(number, {})[member] = outcome
                 verdict = self._scheduler.finished(number, member, outcome.reward, loss_tokens_by_version(outcome))
                 if verdict is Verdict.DROPPED:  # while this member was on its way to its end
                     self.finished.pop(number, None)
                 return
-            if (me := asyncio.current_task()) and me.cancelling():
-                raise asyncio.CancelledError  # the agent made another error of it
             log.warning("episode %d.%d (task %s) failed: %s", number, member, task["id"], outcome.summary)
-            verdict = self._scheduler.failed(number, member, outcome.kind, outcome.message)
+            tries += 1
+            verdict = self._scheduler.failed(number, member, outcome.kind, outcome.message, episode.tokens)
             if verdict is Verdict.END_RUN:
+                budget = BUDGET_OF[outcome.kind]
+                limit = self._scheduler.settings.failures[budget]
                 raise TooManyFailures(
-                    f"more than max_failures={self._scheduler.settings.max_failures} episodes failed without one that "
-                    f"finished; the last ({outcome.kind}, task {task['id']!r}):\n{outcome.message}"
+                    f"more than failures.{budget}={limit} episodes failed without one that finished; the last "
+                    f"({outcome.kind}, task {task['id']!r}):\n{outcome.message}"
                 ) from outcome.error
             if verdict is not Verdict.RETRY:
                 return
+            if outcome.kind == "server":
+                await asyncio.sleep(min(BACK_OFF_S * 2 ** (tries - 1), MAX_BACK_OFF_S))

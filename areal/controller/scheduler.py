@@ -36,6 +36,14 @@ from areal.controller.facts import (
     Trained,
 )
 
+BUDGET_OF = {
+    "agent": "agent",
+    "timeout": "infrastructure",
+    "server": "infrastructure",
+    "reward": "reward",
+    "data": "data",
+}
+"""Kind of failure -> the budget (a setting of `failures`) that it counts against."""
 _MESSAGE_LIMIT = 4000
 _DESCRIBED_GROUPS = 8
 
@@ -54,6 +62,8 @@ class OpenGroup:
     """Loss tokens of the members that finished, by version."""
     failures: dict[int, int] = field(default_factory=dict)
     """Failed tries, by member."""
+    failed_tokens: dict[int, int] = field(default_factory=dict)
+    """Sampled tokens of the last failed try, by member."""
     gave_up: set[int] = field(default_factory=set)
     ready: bool = False
 
@@ -61,6 +71,21 @@ class OpenGroup:
     def pending(self) -> list[int]:
         """Members that have neither finished nor been given up: those to run, or running."""
         return [m for m in range(self.members) if m not in self.rewards and m not in self.gave_up]
+
+
+@dataclass(slots=True)
+class Lengths:
+    episodes: int = 0
+    tokens: int = 0
+
+    def add(self, episodes: int, tokens: int) -> None:
+        self.episodes += episodes
+        self.tokens += tokens
+
+    @property
+    def mean(self) -> float:
+        """Tokens of an episode; 0 without any."""
+        return self.tokens / self.episodes if self.episodes else 0.0
 
 
 @dataclass(slots=True)
@@ -90,8 +115,12 @@ class State:
     """Episodes that finished."""
     failures: dict[str, int] = field(default_factory=dict)
     """Failed tries of episodes, by kind."""
-    failures_in_a_row: int = 0
-    """Since the last episode that finished, in this attempt."""
+    failures_in_a_row: dict[str, int] = field(default_factory=dict)
+    """By kind, since the last episode that finished, in this attempt."""
+    kept: Lengths = field(default_factory=lambda: Lengths())
+    """Of the episodes that were trained on."""
+    lost: Lengths = field(default_factory=lambda: Lengths())
+    """Of those that failed for good or were dropped, but for groups without reward variance."""
     staleness: dict[int, int] = field(default_factory=dict)
     """Trained loss tokens, by staleness in steps."""
     masked_tokens: int = 0
@@ -121,18 +150,23 @@ class State:
                 for version, count in fact.tokens:
                     group.tokens[version] = group.tokens.get(version, 0) + count
                 self.finished += 1
-                self.failures_in_a_row = 0
+                self.failures_in_a_row.clear()
             case Failed():
                 group = self.open[fact.group]
                 group.failures[fact.member] = group.failures.get(fact.member, 0) + 1
                 self.failures[fact.kind] = self.failures.get(fact.kind, 0) + 1
-                self.failures_in_a_row += 1
+                self.failures_in_a_row[fact.kind] = self.failures_in_a_row.get(fact.kind, 0) + 1
+                group.failed_tokens[fact.member] = fact.tokens
             case GaveUp():
-                self.open[fact.group].gave_up.add(fact.member)
+                group = self.open[fact.group]
+                group.gave_up.add(fact.member)
+                self.lost.add(1, group.failed_tokens.get(fact.member, 0))
             case Completed():
                 self.open[fact.group].ready = True
             case Dropped():
-                del self.open[fact.group]
+                group = self.open.pop(fact.group)
+                if fact.reason != "uniform":
+                    self.lost.add(len(group.rewards), sum(group.tokens.values()))
                 self.dropped[fact.reason] = self.dropped.get(fact.reason, 0) + 1
             case BatchFormed():
                 self.batch = fact
@@ -149,13 +183,15 @@ class State:
                 self.success[fact.label] = fact.success
             case Started():
                 self.attempt = fact.attempt
-                self.failures_in_a_row = 0
+                self.failures_in_a_row.clear()
 
     def _train(self, fact: Trained) -> None:
         batch = self.batch
         assert batch is not None
         for number in batch.groups:
-            for version, count in self.open.pop(number).tokens.items():
+            group = self.open.pop(number)
+            self.kept.add(len(group.rewards), sum(group.tokens.values()))
+            for version, count in group.tokens.items():
                 if version >= batch.oldest_version:
                     age = batch.from_version - version
                     self.staleness[age] = self.staleness.get(age, 0) + count
@@ -177,7 +213,8 @@ class SchedulerSettings:
     min_members: int
     uniform: Literal["train", "replace"]
     retries: int
-    max_failures: int
+    failures: Mapping[str, int]
+    """Budget -> failed episodes in a row."""
     last_version: int
 
     @classmethod
@@ -191,7 +228,7 @@ class SchedulerSettings:
             min_members=group.min_members or group.size,
             uniform=group.uniform,
             retries=config.episode.retries,
-            max_failures=config.max_failures,
+            failures=config.failures.model_dump(),
             last_version=start_version + config.train.steps,
         )
 
@@ -272,8 +309,9 @@ class Scheduler:
         self._happened(Finished(group, member, float(reward), counts))
         return self._settle(opened)
 
-    def failed(self, group: int, member: int, kind: str, message: str) -> Verdict:
-        """A try of a member failed. kind: "agent", "timeout", "server" or "data"; the reason if the group is dropped.
+    def failed(self, group: int, member: int, kind: str, message: str, tokens: int = 0) -> Verdict:
+        """A try of a member failed after `tokens` sampled tokens. kind: a key of BUDGET_OF; the reason if the group is
+        dropped.
 
         A failure is retried, then given up; it never becomes a reward (I9).
         """
@@ -282,8 +320,10 @@ class Scheduler:
             return Verdict.DROPPED
         # Lone surrogates, which a decoded traceback may have, cannot be written as UTF-8.
         text = message[-_MESSAGE_LIMIT:].encode("utf-8", "replace").decode()
-        self._happened(Failed(group, member, kind, text))
-        if self.state.failures_in_a_row > self.settings.max_failures:
+        self._happened(Failed(group, member, kind, text, tokens))
+        budget = BUDGET_OF[kind]
+        in_a_row = sum(n for other, n in self.state.failures_in_a_row.items() if BUDGET_OF[other] == budget)
+        if in_a_row > self.settings.failures[budget]:
             return Verdict.END_RUN
         if opened.failures[member] <= self.settings.retries:
             return Verdict.RETRY

@@ -9,13 +9,22 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from areal.errors import Stalled
 
 FIRST_WORD_S = 45.0
 """Seconds without progress after which it is said what is waited for; then after twice as many, and so on."""
+
+BEAT_S = 1.0
+BLOCKED_S = 5.0
+"""Seconds without a beat of the event loop after which it is said what blocks it."""
 
 log = logging.getLogger("areal")
 
@@ -69,3 +78,56 @@ class Watchdog:
             print("\nthreads", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         return self._dump
+
+
+class LoopWatch:
+    """Notices when the event loop itself is blocked, which nothing that runs on it can.
+
+    Use as a context manager around `run()`, a coroutine that beats once a second. `lag_s()`: the longest lateness of a
+    beat since it was last asked, in seconds. A thread listens: after BLOCKED_S without a beat, and then after twice as
+    long, it logs the task that holds the loop and where that is.
+    """
+
+    def __init__(self) -> None:
+        self._beat = time.monotonic()
+        self._lag = 0.0
+        self._ended = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._thread = threading.Thread(target=self._listen, name="loop-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def lag_s(self) -> float:
+        lag, self._lag = self._lag, 0.0
+        return lag
+
+    async def run(self) -> None:
+        while True:
+            due = self._loop.time() + BEAT_S
+            await asyncio.sleep(BEAT_S)
+            self._lag = max(self._lag, self._loop.time() - due)
+            self._beat = time.monotonic()
+
+    def _listen(self) -> None:
+        limit = BLOCKED_S
+        while not self._ended.wait(BEAT_S):
+            blocked = time.monotonic() - self._beat
+            if blocked < BLOCKED_S:
+                limit = BLOCKED_S
+            elif blocked > limit:
+                limit *= 2
+                task = asyncio.current_task(self._loop)
+                stack = "".join(traceback.format_stack(sys._current_frames().get(self._thread_id))[-4:])
+                log.warning(
+                    "the event loop has been blocked for %.0f s by task %s; nothing else can run: await, or use "
+                    "asyncio.to_thread\n%s",
+                    blocked,
+                    task.get_name() if task else "(none)",
+                    stack.rstrip(),
+                )

@@ -118,7 +118,8 @@ def draw(seed: int) -> Case:
         "checkpoint.every": chance.choice([0, 1, 2, 3]),
         "trainer.start_timeout_s": 60,
         "trainer.timeout_s": 120,
-        "max_failures": 40,
+        "failures.agent": 40,
+        "failures.infrastructure": 40,
         "seed": seed % 1000,
         "view": "off",
     }

@@ -19,7 +19,7 @@ from areal.config import Config
 from areal.errors import ConfigError, ServerRefused
 from areal.run import weights_folder
 from areal.workers.placement import place
-from areal.workers.process import Child, check_port, free_port
+from areal.workers.process import Child, check_owner, check_port, free_port
 from areal.workers.protocols import ServerClient, TrainerClient
 from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label, open_session
 from areal.workers.rollout.launcher import check_model, launch_server, wait_ready
@@ -75,7 +75,6 @@ class LocalWorkers:
         self._children: dict[int, Child] = {}
         self._stack = AsyncExitStack()
         self.can_restart = not config.servers.urls
-        self._key = os.environ.get(SERVER_KEY, "") if config.servers.urls else secrets.token_urlsafe(32)
 
     def check(self) -> None:
         config = self._config
@@ -143,22 +142,24 @@ class LocalWorkers:
     async def _start_server(self, index: int) -> ServerClient:
         config = self._config.servers
         port = config.port + index if config.port else free_port()
+        key = secrets.token_urlsafe(32)  # a new one each time: it is sent to whatever listens on the port
         child = self._children[index] = await launch_server(
             self._config,
             index,
-            key=self._key,
+            key=key,
             model_path=str(self._weights),
             label=make_label(self._origin, self._version),  # after a restart the fleet brings it up to date
             log_folder=self._folder / "logs",
             port=port,
             devices=self._placement.servers[index],
         )
-        client = self._client(f"http://127.0.0.1:{port}")
+        client = self._client(f"http://127.0.0.1:{port}", key)
         await wait_ready(client, child, config.start_timeout_s)
+        await asyncio.to_thread(check_owner, port)
         return client
 
     async def _connect(self, url: str) -> ServerClient:
-        client = self._client(url)
+        client = self._client(url, os.environ.get(SERVER_KEY, ""))
         if not await client.healthy():
             raise ConfigError(
                 f"servers.urls: {url} does not answer its health check; start it, correct the address, or set "
@@ -175,12 +176,12 @@ class LocalWorkers:
             )
         return client
 
-    def _client(self, url: str) -> ServerClient:
+    def _client(self, url: str, key: str) -> ServerClient:
         return SGLangClient(
             url,
             origin=self._origin,
             vocab_size=self.vocab_size,
-            key=self._key,
+            key=key,
             timeout_s=self._config.weights.timeout_s,
             session=self._session,
         )

@@ -25,6 +25,8 @@ from areal.masking import mask, without_secrets
 GUARD = Path(__file__).with_name("guard.py")
 KILL_TIMEOUT_S = 5.0
 """Seconds a tree may take to go after SIGKILL; only a process stuck in the kernel takes longer."""
+LISTENING, LOOPBACK, ANY = "0A", "0100007F", "00000000"
+"""A state and two addresses, as /proc/net/tcp has them on a little-endian machine."""
 FREE_PORTS = range(10000, 20000)
 """Where free ports are looked for: below the ports (32768 and up) that the kernel gives to outgoing connections, one
 of which could take the place before a slow child binds it."""
@@ -133,6 +135,15 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
         _bind(port, host).close()
     except OSError as error:
         raise ConfigError(f"port {port} on {host}: {error.strerror}; choose another, or 0 for a free one") from None
+
+
+def check_owner(port: int) -> None:
+    """Raise ProcessError when another user listens on `port` of 127.0.0.1: one who took it before a slow child did."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, _, _, _, owner, *_ = line.split()
+        address, _, number = local.partition(":")
+        if state == LISTENING and int(number, 16) == port and address in (LOOPBACK, ANY) and int(owner) != os.getuid():
+            raise ProcessError(f"port {port} was taken by user {owner} of this machine; start again, on another port")
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

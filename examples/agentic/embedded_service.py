@@ -28,7 +28,7 @@ DEFAULTS = {
     "staleness.max": 8,
     "episode.timeout_s": 300,  # a user may take five minutes to rate; later the question is dropped, not scored
     "episode.retries": 0,  # a draft that nobody rated is not written again
-    "max_failures": 1_000_000,  # a user who does not rate is no reason to end the service
+    "failures.agent": 1_000_000,  # a user who does not rate is no reason to end the service
     "view": "plain",
 }
 
@@ -47,7 +47,12 @@ class Service:
             yield await self.questions.get()
 
     async def agent(self, episode: Episode, task: Task) -> float:
-        reply = await episode.chat([{"role": "user", "content": task["question"]}])
+        try:
+            reply = await episode.chat([{"role": "user", "content": task["question"]}])
+        except EpisodeError as error:
+            if task["id"] in self.answers:
+                self.answers[task["id"]].put_nowait({"error": str(error)})
+            raise
         if task["id"] not in self.answers:
             raise EpisodeError("the user has gone")
         draft = f"{task['id']}.{episode.member}"
@@ -68,7 +73,10 @@ class Service:
         try:
             self.questions.put_nowait(task)
             async with asyncio.timeout(60):
-                return web.json_response({"drafts": [await answers.get() for _ in range(self.drafts)]})
+                drafts = [await answers.get() for _ in range(self.drafts)]
+            if errors := [draft["error"] for draft in drafts if "error" in draft]:
+                raise web.HTTPUnprocessableEntity(text=errors[0])
+            return web.json_response({"drafts": drafts})
         except asyncio.QueueFull:
             raise web.HTTPServiceUnavailable(text="too many unrated questions; try again later") from None
         except TimeoutError:

@@ -141,7 +141,7 @@ async def test_i9_an_agent_that_raises_once_is_run_again_and_gets_no_reward_for_
     assert "the reward service hiccuped" in failure.message
 
 
-@pytest.mark.parametrize("world", [["max_failures=5", "episode.retries=1"]], indirect=True)
+@pytest.mark.parametrize("world", [["failures.agent=5", "episode.retries=1"]], indirect=True)
 async def test_i9_an_agent_that_always_raises_ends_the_run_with_its_traceback(world: World) -> None:
     async def agent(episode: Episode, task: Task) -> float:
         return task["no such key"]
@@ -152,7 +152,7 @@ async def test_i9_an_agent_that_always_raises_ends_the_run_with_its_traceback(wo
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, TooManyFailures)
-    assert "max_failures=5" in str(error)
+    assert "failures.agent=5" in str(error)
     assert "no such key" in str(error)
     assert "test_rollout.py" in str(error)
     assert not world.of(Finished)

@@ -22,7 +22,7 @@ PLAIN = SchedulerSettings(
     min_members=2,
     uniform="train",
     retries=1,
-    max_failures=10,
+    failures={"agent": 10, "infrastructure": 10, "reward": 10, "data": 10},
     last_version=100,
 )
 
@@ -286,7 +286,7 @@ def test_i8_a_group_that_cannot_reach_min_members_is_dropped_and_late_ends_of_it
 
 
 def test_i9_failures_without_a_finished_episode_end_the_run_and_a_new_attempt_begins_at_zero():
-    scheduler, log = make(max_failures=2, retries=9)
+    scheduler, log = make(failures={"agent": 2, "infrastructure": 2, "reward": 2, "data": 2}, retries=9)
     assert scheduler.start() == 0
     scheduler.admit("a", 0)
     assert scheduler.failed(0, 0, "agent", "1") is Verdict.RETRY
@@ -407,7 +407,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         shortfall=st.integers(0, 2),
         uniform=st.sampled_from(["train", "replace"]),
         retries=st.integers(0, 2),
-        max_failures=st.sampled_from([0, 3, 100]),
+        failures=st.fixed_dictionaries(
+            {budget: st.sampled_from([0, 3, 100]) for budget in ("agent", "infrastructure", "reward", "data")}
+        ),
         last_version=st.sampled_from([0, 3, 5, 100]),
         steps=st.integers(0, 4),
         data=st.data(),
@@ -420,7 +422,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.followed = 0
         self.stories: list[Story] = []
         self.version = self.serving = self.attempt = 0
-        self.failures_in_a_row = 0
+        self.failures_in_a_row: Counter[str] = Counter()
         self.batch: BatchFormed | None = None
         self.ages: Counter[int] = Counter()
         assert self.scheduler.start() == 0
@@ -492,11 +494,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for (number, member), (reward, tokens) in zip(ends, cycle(results), strict=False):
             verdict = self.scheduler.finished(number, member, reward, tokens)
             self.stories[number].ends[member] = (reward, tokens)
-            self.failures_in_a_row = 0
+            self.failures_in_a_row.clear()
             assert verdict is self.judge(number)
 
     @precondition(lambda self: self.numbers("running"))
-    @rule(data=st.data(), kind=st.sampled_from(["agent", "timeout", "server", "data"]), times=st.integers(1, 4))
+    @rule(
+        data=st.data(), kind=st.sampled_from(["agent", "timeout", "server", "data", "reward"]), times=st.integers(1, 4)
+    )
     def fail(self, data, kind, times):
         number = data.draw(st.sampled_from(self.numbers("running")))
         member = data.draw(st.sampled_from(self.out(number)))
@@ -504,8 +508,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(times):
             verdict = self.scheduler.failed(number, member, kind, "text")
             story.tries[member] += 1
-            self.failures_in_a_row += 1
-            if self.failures_in_a_row == self.settings.max_failures + 1:
+            budget = "infrastructure" if kind in ("timeout", "server") else kind
+            self.failures_in_a_row[budget] += 1
+            if self.failures_in_a_row[budget] == self.settings.failures[budget] + 1:
                 assert verdict is Verdict.END_RUN
                 self.restart(self.settings)
                 break
@@ -609,7 +614,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = replayed(self.scheduler, self.log)
         self.attempt += 1
         assert self.scheduler.start() == self.attempt
-        self.failures_in_a_row = 0
+        self.failures_in_a_row.clear()
 
     # Invariants: what holds after each of them
 

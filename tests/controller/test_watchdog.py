@@ -58,7 +58,7 @@ async def test_the_stacks_of_all_tasks_are_kept(tmp_path: Path) -> None:
         await asyncio.sleep(60)
 
     stuck = asyncio.create_task(waits_for_a_tool(), name="episode 3.1")
-    with pytest.raises(Stalled, match="stalled.txt"):
+    with pytest.raises(Stalled, match=r"stalled\.txt"):
         await Watchdog(0.05, list, lambda: False, tmp_path / "stalled.txt").run()
     stuck.cancel()
     text = (tmp_path / "stalled.txt").read_text()

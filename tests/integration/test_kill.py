@@ -39,12 +39,11 @@ def test_the_controller_is_killed_in_a_step_and_in_a_checkpoint(tiny_qwen3: Path
     """Two kills: between BatchFormed and Trained, then while step 4 is being saved; the second resume trains longer."""
     run = Run(tiny_qwen3, tmp_path)
     run.start()
-    in_step = lambda facts: (
-        trained(facts) >= 3
-        and isinstance(  # noqa: E731
-            [fact for fact in facts if isinstance(fact, BatchFormed | Trained)][-1], BatchFormed
-        )
-    )
+
+    def in_step(facts: list[Fact]) -> bool:
+        steps = [fact for fact in facts if isinstance(fact, BatchFormed | Trained)]
+        return trained(facts) >= 3 and isinstance(steps[-1], BatchFormed)
+
     assert run.wait(in_step), run.output()
     run.kill("controller")
     run.resume()

@@ -147,7 +147,7 @@ async def test_an_agent_that_always_raises_ends_the_run_and_leaves_its_summary(
     async def broken(episode: Episode, task: Task) -> float:
         return task["answer"]
 
-    controller = Controller(config(tiny_qwen3, tmp_path, max_failures=6))
+    controller = Controller(config(tiny_qwen3, tmp_path, **{"failures.agent": 6}))
     with pytest.raises(TooManyFailures, match="KeyError: 'answer'"):
         async with controller:
             await controller.train(broken, tasks(20))

@@ -18,7 +18,7 @@ import uvloop
 
 from areal.errors import ConfigError, ProcessError
 from areal.workers import process
-from areal.workers.process import Child, check_port, free_port, free_ports
+from areal.workers.process import Child, check_owner, check_port, free_port, free_ports
 
 TREE = """
 echo $$ > {folder}/main
@@ -271,3 +271,13 @@ def test_free_ports_are_none_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(process, "FREE_PORTS", range(first, first + 2))
     with socket.create_server(("127.0.0.1", first)), pytest.raises(ConfigError, match="2 free ports are needed"):
         free_ports(2)
+
+
+def test_a_port_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        check_owner(port)
+        monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        with pytest.raises(ProcessError, match=f"port {port} was taken by user {os.geteuid()}"):
+            check_owner(port)
+    check_owner(port)

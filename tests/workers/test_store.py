@@ -23,7 +23,9 @@ def test_a_store_on_loopback_listens_there_only() -> None:
     port = free_port()
     for _ in range(2):  # the port is free again once the store is gone
         with ThreadPoolExecutor() as pool:  # each waits for the other
-            stores = [pool.submit(open_store, "127.0.0.1", port, 2, is_master=m, timeout=TIMEOUT) for m in (True, False)]
+            stores = [
+                pool.submit(open_store, "127.0.0.1", port, 2, is_master=m, timeout=TIMEOUT) for m in (True, False)
+            ]
             master, client = (store.result() for store in stores)
         del stores
         assert listening(port) == ["127.0.0.1"]

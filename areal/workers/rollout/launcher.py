@@ -37,7 +37,8 @@ async def launch_server(
     """Start server `index` with the weights in `model_path` under the name `label`; `wait_ready` comes next.
 
     It listens on `port` of the loopback address, asks for `key`, and logs to `server-<index>.log`. `devices`: its
-    GPUs (more than one: tensor parallel), none for a CPU. Raises ConfigError when the model or the port will not do; nothing has started.
+    GPUs (more than one: tensor parallel), none for a CPU. Raises ConfigError when the model or the port will not do;
+    nothing has started.
     """
     check_model(model_path, config.model.context_length)
     check_port(port, HOST)

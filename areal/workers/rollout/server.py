@@ -12,6 +12,7 @@ It does what `python -m sglang.launch_server --api-key ...` does, except that
 from __future__ import annotations
 
 import hmac
+import importlib
 import os
 import sys
 from datetime import timedelta
@@ -48,7 +49,7 @@ def close_http(args: Any) -> None:
 
 def close_store() -> None:
     """Keep the store of this process to the address that it is given."""
-    from torch.distributed import TCPStore, rendezvous
+    from torch.distributed import TCPStore
 
     from areal.workers.store import open_store
 
@@ -57,7 +58,8 @@ def close_store() -> None:
     ) -> TCPStore:
         return open_store(hostname, port, world_size, is_master=rank == 0, timeout=timeout, use_libuv=use_libuv)
 
-    rendezvous._create_c10d_store = create
+    # The name is also that of a function in torch.distributed, which hides the module.
+    importlib.import_module("torch.distributed.rendezvous")._create_c10d_store = create  # type: ignore[attr-defined]
 
 
 def main(arguments: list[str]) -> None:

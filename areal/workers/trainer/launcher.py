@@ -39,10 +39,11 @@ async def start_trainer(
     """Start `config.trainer.ranks` processes with the weights of the folder `model_path`, which count as `version`.
 
     checkpoint: the folder of a `write`, from which training goes on bit for bit, whatever the number of ranks was then;
-    `model_path` is not read. devices: the GPU of each rank; empty on a machine without GPUs. roots: the
-    folders in which they may write. Each rank's output goes to `log_folder`/trainer-<rank>.log. Raises ConfigError for a model that cannot be trained and TrainerError for a
-    checkpoint that is none, or of another version or dtype, before anything starts; TrainerError, with the last lines
-    of its log, for a rank that ends or is not ready in `trainer.start_timeout_s`.
+    `model_path` is not read. devices: the GPU of each rank; empty on a machine without GPUs. roots: the folders in
+    which they may write. Each rank's output goes to `log_folder`/trainer-<rank>.log. Raises ConfigError for a model
+    that cannot be trained and TrainerError for a checkpoint that is none, or of another version or dtype, before
+    anything starts; TrainerError, with the last lines of its log, for a rank that ends or is not ready in
+    `trainer.start_timeout_s`.
     """
     ranks = config.trainer.ranks
     if devices and len(devices) != ranks:
@@ -62,7 +63,7 @@ async def start_trainer(
         microbatch_tokens=config.train.microbatch_tokens,
         timeout_s=config.trainer.timeout_s,
         group_timeout_s=config.weights.timeout_s,
-        roots=[str(Path(root).absolute()) for root in roots],
+        roots=[str(root) for root in roots],
         register="{}:{}".format(*registry.sockets[0].getsockname()[:2]),
         beta1=config.optimizer.beta1,
         beta2=config.optimizer.beta2,
@@ -158,4 +159,4 @@ async def _ready(addresses: Sequence[asyncio.Future[str]], children: Sequence[Ch
         everyone.cancel()
         for end in ends:
             end.cancel()
-        await asyncio.gather(*ends, return_exceptions=True)
+        await asyncio.gather(*ends, everyone, return_exceptions=True)

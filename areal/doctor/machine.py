@@ -8,16 +8,14 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from areal.config import Config
+from areal.doctor.findings import Result
 from areal.errors import ConfigError
 from areal.workers.placement import Plan, place
 from areal.workers.process import check_port
 from areal.workers.rollout.launcher import CPU_KV_TOKENS
 from areal.workers.trainer.architecture import Architecture
-
-Result = tuple[Literal["ok", "warning", "problem"], str, str] | str
 
 GB = 1e9
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -120,7 +118,9 @@ def memory(config: Config, model: Architecture) -> Iterator[Result]:
     if plan.ranks:
         yield from _device_memory(plan, rank, size * weight)
         return
-    kv = 2 * model.layers * model.kv_heads * model.head_dim * weight * (config.servers.max_total_tokens or CPU_KV_TOKENS)
+    kv = (
+        2 * model.layers * model.kv_heads * model.head_dim * weight * (config.servers.max_total_tokens or CPU_KV_TOKENS)
+    )
     ranks = config.trainer.ranks * (rank + RANK_BYTES)
     servers = len(plan.servers) * (size * weight + kv + SERVER_BYTES)
     available = available_memory()

@@ -1,0 +1,135 @@
+"""Looks for what would go wrong in a run, before it: `areal doctor CONFIG.toml`, or in a program
+
+    findings = await doctor(config, agent, tasks)
+
+`short` is the part that starts no process; every run begins with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from areal.config import Config
+from areal.controller.cluster import Cluster
+from areal.controller.rollout import Agent
+from areal.data import check, read
+from areal.doctor import chat, data, live, machine
+from areal.doctor.findings import Finding, Result, collect
+from areal.errors import ArealError, ConfigError, root_cause
+from areal.types import Task
+from areal.workers.local import LocalWorkers, load_tokenizer, model_folder
+from areal.workers.protocols import Workers
+from areal.workers.rollout.client import UNUSABLE_TOKENS
+from areal.workers.rollout.launcher import check_model
+from areal.workers.trainer.architecture import Architecture
+
+__all__ = ["Finding", "before_run", "doctor", "short"]
+
+log = logging.getLogger("areal")
+
+TRIED_TASKS = 10
+"""Tasks that an agent is tried on."""
+
+
+def short(config: Config, tasks: Sequence[Task] | None = None) -> list[Finding]:
+    """The checks that start no process. tasks: those that the program passes; None takes `data.train`.
+
+    Blocks while data and tokenizer are read: call it in a thread where an event loop is running.
+    """
+    findings = collect("placement", machine.placement(config))
+    findings += collect("ports", machine.ports(config))
+    findings += collect("open files", machine.open_files(config))
+    tokenizer, room = None, config.model.context_length - UNUSABLE_TOKENS
+    try:
+        folder = model_folder(config.model.path)
+        check_model(folder, config.model.context_length)
+        architecture = Architecture.read(folder)
+        findings += collect("disk", machine.disk(config, architecture))
+        findings += collect("memory", machine.memory(config, architecture))
+        room = (config.model.context_length or architecture.context) - UNUSABLE_TOKENS
+        tokenizer = load_tokenizer(folder)
+        findings += collect("template", chat.template(tokenizer, config.model.template_args))
+    except ConfigError as error:
+        findings.append(Finding("model", "problem", str(error)))
+    return findings + collect("data", data.rows(config, tasks, tokenizer, room))
+
+
+def before_run(config: Config) -> None:
+    """`short` at the start of a run: logs warnings, and raises a ConfigError of all problems. Blocks."""
+    findings = short(config)
+    for finding in findings:
+        if finding.level == "warning":
+            log.warning("%s", finding.text)
+    if problems := [finding.text for finding in findings if finding.level == "problem"]:
+        raise ConfigError("\n".join(problems))
+
+
+async def doctor(
+    config: Config,
+    agent: Agent | None = None,
+    tasks: Iterable[Task] | None = None,
+    *,
+    workers: Callable[[Config], Workers] = LocalWorkers,
+    tell: Callable[[Finding], object] = lambda finding: None,
+) -> list[Finding]:
+    """All checks. Starts one server and the ranks unless the short ones found a problem, tries `agent` on the first
+    ten tasks, and trains and publishes one throw-away step. The weights of servers.urls are replaced by it.
+
+    tasks: those of the program; None takes `data.train`. tell: is told each finding as it comes.
+    """
+    findings: list[Finding] = []
+
+    def found(new: Iterable[Finding]) -> None:
+        for finding in new:
+            findings.append(finding)
+            tell(finding)
+
+    rows: Sequence[Task] | None = None
+    try:
+        if tasks is not None:
+            whole = hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")
+            rows = check(tasks if whole else list(islice(tasks, TRIED_TASKS)))
+        elif agent and config.data.train:
+            rows = await asyncio.to_thread(read, config.data.train)
+    except ConfigError as error:
+        found([Finding("data", "problem", str(error))])
+    found(await asyncio.to_thread(short, config, rows if tasks is not None else None))
+    if agent and not rows:
+        found([Finding("agent", "problem", "there are no tasks to try it on", "pass tasks, or set data.train")])
+    if any(finding.level == "problem" for finding in findings):
+        found([Finding("servers and ranks", "warning", "not started", "solve the problems above first")])
+        return findings
+    found(await asyncio.to_thread(collect, "tool parser", chat.parser(chat.parser_of(config))))
+    try:
+        await asyncio.to_thread(os.makedirs, config.folder, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=config.folder) as folder:
+            one = live.one_server(config)
+            team = workers(one)
+            await asyncio.to_thread(team.check)
+            async with Cluster(one, team, Path(folder), attempt=0, on_serving=lambda version: None) as cluster:
+                found(await _findings("log-probs", live.logprobs(one, cluster)))
+                if agent and rows:
+                    found(await _findings("agent", live.try_agent(one, cluster, agent, rows[:TRIED_TASKS])))
+                found(await _findings("publication", live.publication(one, cluster)))
+    except OSError as error:
+        found([Finding("servers and ranks", "problem", f"folder={config.folder!r}: {error}", "choose another folder")])
+    except (ArealError, ExceptionGroup) as error:
+        cause = root_cause(error)
+        if not isinstance(cause, ArealError):
+            raise
+        found([Finding("servers and ranks", "problem", str(cause))])
+    return findings
+
+
+async def _findings(check: str, results: Coroutine[Any, Any, list[Result]]) -> list[Finding]:
+    try:
+        return collect(check, await results)
+    except ArealError as error:
+        return [Finding(check, "problem", str(error))]

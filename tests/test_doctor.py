@@ -68,9 +68,9 @@ def the_only(findings: list[Finding]) -> Finding:
 
 def test_a_healthy_run_has_one_ok_a_check_and_takes_no_time(settings: Callable[..., Config]) -> None:
     short(settings())  # transformers is imported by whoever is first
-    start = time.perf_counter()
+    start = time.process_time()
     findings = short(settings())
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert [f.check for f in findings] == [
         "placement", "ports", "open files", "disk", "memory", "template", "data",
     ]  # fmt: skip
@@ -248,8 +248,15 @@ def test_parameters_are_counted(request: pytest.FixtureRequest, family: str) -> 
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == pytest.approx(counted, rel=0.01)
 
 
-def test_available_memory_is_less_than_that_of_the_machine() -> None:
-    assert 0 < machine.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def test_available_memory_is_that_of_the_machine_or_of_the_group(tmp_path: Path) -> None:
+    """What a group's files keep in memory can be had back."""
+    free = machine.available_memory(tmp_path)
+    assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name, text in {"max": "1000\n", "current": "900\n", "stat": "active_file 50\ninactive_file 200\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert machine.available_memory(tmp_path) == 350
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_memory(tmp_path) == pytest.approx(free, rel=0.2)
 
 
 def test_too_few_open_files(settings: Callable[..., Config]) -> None:
@@ -304,6 +311,15 @@ def test_the_command_prints_a_line_each_and_fails(
     assert [line.split()[0] for line in lines] == ["ok"] * 6 + ["problem", "warning"]
     assert lines[-1].startswith("warning  servers and ranks: not started")
     assert main(["doctor", "no.such=1"]) == 2
+
+
+@pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warning", 0), ("problem", 1)])
+def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, level: Any, code: int) -> None:
+    async def found(config: Config, *, tell: Callable[[Finding], object]) -> list[Finding]:
+        return [Finding("data", "ok", "good"), Finding("ports", level, "so so")]
+
+    monkeypatch.setattr("areal.doctor.doctor", found)
+    assert main(["doctor"]) == code
 
 
 async def test_an_agent_needs_tasks(settings: Callable[..., Config]) -> None:
@@ -382,7 +398,8 @@ async def test_an_agent_that_blocks_the_first_time_only(settings: Callable[..., 
 
     finding = the_only(await tried(settings, agent))
     assert finding.level == "warning"
-    assert "on task 't0', the first time" in finding.message
+    assert f"on task 't0' ({__file__}:" in finding.message
+    assert "the first time" in finding.message
 
 
 async def test_an_agent_that_raises_on_task_3(settings: Callable[..., Config]) -> None:

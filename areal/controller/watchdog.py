@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import math
 import sys
 import threading
 import time
@@ -89,7 +90,7 @@ class LoopWatch:
     """
 
     def __init__(self) -> None:
-        self._beat = time.monotonic()
+        self._beat = math.inf  # until `run` runs
         self._lag = 0.0
         self._ended = threading.Event()
         self._loop = asyncio.get_running_loop()
@@ -108,6 +109,7 @@ class LoopWatch:
         return lag
 
     async def run(self) -> None:
+        self._beat = time.monotonic()
         while True:
             due = self._loop.time() + BEAT_S
             await asyncio.sleep(BEAT_S)

@@ -12,6 +12,7 @@ from pathlib import Path
 from areal.config import Config
 from areal.doctor.findings import Result
 from areal.errors import ConfigError
+from areal.run import RunFolder
 from areal.workers.placement import Plan, place
 from areal.workers.process import check_port
 from areal.workers.rollout.launcher import CPU_KV_TOKENS
@@ -77,11 +78,14 @@ def parameters(model: Architecture) -> int:
 def disk(config: Config, model: Architecture) -> Iterator[Result]:
     """Room for checkpoint.keep + 1 checkpoints, the ledger between two of them, and two exports of weights."""
     size, dtype = parameters(model), config.model.dtype
-    checkpoints = (config.checkpoint.keep + 1) * size * (WEIGHT_BYTES[dtype] + ADAM_BYTES[dtype])
+    count = config.checkpoint.keep + 1
+    if config.run:  # what is there makes room for what comes
+        count -= min(len(RunFolder(config.run).checkpoints()), config.checkpoint.keep)
+    checkpoints = count * size * (WEIGHT_BYTES[dtype] + ADAM_BYTES[dtype])
     exports = 2 * size * WEIGHT_BYTES[dtype] if config.weights.transport == "disk" else 0
     run = _existing(config.run or Path(config.folder))
     needs: dict[int, list[tuple[Path, float, str]]] = defaultdict(list)
-    needs[run.stat().st_dev].append((run, checkpoints, f"{config.checkpoint.keep + 1} checkpoints"))
+    needs[run.stat().st_dev].append((run, checkpoints, f"{count} checkpoints"))
     if exports:
         weights = _existing(Path(config.weights.folder)) if config.weights.folder else run
         needs[weights.stat().st_dev].append((weights, exports, "two versions of the weights"))
@@ -135,19 +139,25 @@ def memory(config: Config, model: Architecture) -> Iterator[Result]:
         yield f"{(ranks + servers) / GB:.1f} of {available / GB:.1f} GB at least are taken"
 
 
-def available_memory() -> float:
+def available_memory(groups: Path = Path("/sys/fs/cgroup")) -> float:
     """Bytes that new processes can have: of the machine, and of the control group that this one is in."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = float(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    available = 1024 * _fields(Path("/proc/meminfo"))["MemAvailable"]
+    for folder, limit, used in (
+        (groups, "memory.max", "memory.current"),
+        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            available = min(available, float(Path(limit).read_text()) - float(Path(used).read_text()))
+            statistics = _fields(folder / "memory.stat")
+            taken = int((folder / used).read_text()) - statistics["inactive_file"] - statistics["active_file"]
+            available = min(available, int((folder / limit).read_text()) - taken)
         except (OSError, ValueError):  # not in such a group, or without a limit ("max")
             continue
     return available
+
+
+def _fields(path: Path) -> dict[str, int]:
+    lines = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines}
 
 
 def _device_memory(plan: Plan, rank: float, weights: float) -> Iterator[Result]:

@@ -17,7 +17,10 @@ import select
 import signal
 import sys
 
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+GUARD = "AREAL_GUARD"
+"""Environment variable of the command: the guard's process id."""
 TERMINATE = b"T"
 
 
@@ -31,7 +34,8 @@ def main(lifeline: int, parent: int, command: list[str]) -> int:
     except ProcessLookupError:
         return 128 + signal.SIGKILL
     try:
-        pid = os.posix_spawnp(command[0], command, os.environ, setpgroup=0, setsigdef=signal.valid_signals())
+        environment = {**os.environ, GUARD: str(os.getpid())}
+        pid = os.posix_spawnp(command[0], command, environment, setpgroup=0, setsigdef=signal.valid_signals())
     except OSError as error:
         print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return 127
@@ -50,6 +54,14 @@ def main(lifeline: int, parent: int, command: list[str]) -> int:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         kill_descendants()
     return code if code >= 0 else 128 - code
+
+
+def die_with_guard() -> None:
+    """To be called by a command that is a program of areal: SIGKILL to its guard then ends it too."""
+    if guard := os.environ.pop(GUARD, ""):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != int(guard):  # it has died already
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_descendants() -> None:

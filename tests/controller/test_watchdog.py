@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from areal.controller.watchdog import Watchdog
+from areal.controller import watchdog
+from areal.controller.watchdog import LoopWatch, Watchdog
 from areal.errors import Stalled
 from areal.simulation import clock
 
@@ -82,3 +84,23 @@ def test_it_says_within_a_minute_what_is_waited_for(tmp_path: Path, caplog: pyte
         clock.run(main())
     assert said == pytest.approx([45, 90, 145, 190, 280, 460, 820, 1000])
     assert "no progress for 45 s; waiting for:\n  a server" in caplog.text
+
+
+async def test_a_blocked_event_loop_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.05)
+    monkeypatch.setattr(watchdog, "BLOCKED_S", 0.3)
+
+    async def blocks() -> None:
+        time.sleep(0.8)  # noqa: ASYNC251
+
+    with LoopWatch() as watch:
+        beats = asyncio.create_task(watch.run())
+        await asyncio.sleep(0.2)
+        assert not caplog.records
+        assert watch.lag_s() < 0.3
+        await asyncio.create_task(blocks(), name="agent 3/1")
+        await asyncio.sleep(0.1)
+        assert watch.lag_s() > 0.5
+        beats.cancel()
+    assert "by task agent 3/1" in caplog.text
+    assert "in blocks" in caplog.text

@@ -124,11 +124,16 @@ class Run:
         mark = {"server": "cpu_server", "rank": "trainer.rank"}[what]
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if any(mark in part for part in child.cmdline()) and "guard" not in " ".join(child.cmdline()[:3]):
+                words = child.cmdline()
+                if any(mark in word for word in words) and not any(word.endswith("guard.py") for word in words):
                     child.kill()
                     return
             except psutil.Error:
                 continue
+
+    def close(self) -> None:
+        if self.process and self.process.poll() is None:
+            self.kill("controller")
 
     def output(self) -> str:
         return (self._folder / "output.log").read_text()[-3000:]

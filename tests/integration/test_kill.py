@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,20 @@ from areal.controller.ledger import LedgerReader
 from tests.integration.kills import STEPS, Run
 
 
+@pytest.fixture
+def run(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Run]:
+    made = Run(tiny_qwen3, tmp_path)
+    yield made
+    made.close()
+
+
 def trained(facts: list[Fact]) -> int:
     return sum(isinstance(fact, Trained) for fact in facts)
 
 
 @pytest.mark.timeout(400)
-def test_the_controller_is_killed_before_the_first_checkpoint(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_the_controller_is_killed_before_the_first_checkpoint(run: Run) -> None:
     """Step 1 is repeated from its recorded batch; unfinished episodes go on from their recorded turns."""
-    run = Run(tiny_qwen3, tmp_path)
     run.start()
     assert run.wait(lambda facts: 1 in run.losses()), run.output()
     run.kill("controller")
@@ -35,9 +42,8 @@ def test_the_controller_is_killed_before_the_first_checkpoint(tiny_qwen3: Path, 
 
 
 @pytest.mark.timeout(400)
-def test_the_controller_is_killed_in_a_step_and_in_a_checkpoint(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_the_controller_is_killed_in_a_step_and_in_a_checkpoint(run: Run) -> None:
     """Two kills: between BatchFormed and Trained, then while step 4 is being saved; the second resume trains longer."""
-    run = Run(tiny_qwen3, tmp_path)
     run.start()
 
     def in_step(facts: list[Fact]) -> bool:
@@ -58,9 +64,8 @@ def test_the_controller_is_killed_in_a_step_and_in_a_checkpoint(tiny_qwen3: Path
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_and_a_server_are_killed(tiny_qwen3: Path, tmp_path: Path) -> None:
+def test_a_rank_and_a_server_are_killed(run: Run) -> None:
     """A server is replaced while the run goes on; after a rank's death the run may end, with the cause, and resumes."""
-    run = Run(tiny_qwen3, tmp_path)
     run.start()
     assert run.wait(lambda facts: trained(facts) >= 1), run.output()
     run.kill("server")
@@ -74,8 +79,7 @@ def test_a_rank_and_a_server_are_killed(tiny_qwen3: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(300)
-def test_what_a_resume_refuses(tiny_qwen3: Path, tmp_path: Path) -> None:
-    run = Run(tiny_qwen3, tmp_path)
+def test_what_a_resume_refuses(run: Run) -> None:
     run.start()
     assert run.wait(lambda facts: trained(facts) >= 1), run.output()
     first = run.process

@@ -243,6 +243,17 @@ async def test_no_orphans_when_the_controller_is_gone(tmp_path: Path, ending: st
             os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
 
 
+async def test_a_program_of_areal_ends_with_its_guard(tmp_path: Path) -> None:
+    program = "import os, time\nfrom areal.workers.guard import die_with_guard\ndie_with_guard()\n"
+    program += "print(os.getpid(), os.getppid(), flush=True)\ntime.sleep(60)"
+    child = Child.start("worker", [sys.executable, "-c", program], log=tmp_path / "log")
+    await started(child, " ")
+    mine, guard = map(int, child.tail().split())
+    os.kill(guard, signal.SIGKILL)
+    await wait_until_gone([mine])
+    await child.wait()
+
+
 async def test_ctrl_c_is_not_for_the_children(tmp_path: Path) -> None:
     child = shell("echo $$ > " + str(tmp_path / "pid") + "; echo ready; sleep 300", tmp_path)
     await started(child, "ready")

@@ -22,6 +22,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from areal.workers.guard import die_with_guard
 from areal.workers.rollout.server import close_http, close_store
 from areal.workers.trainer.architecture import FAMILIES
 
@@ -69,6 +70,7 @@ def prepare() -> None:
 
 
 def main(arguments: list[str]) -> None:
+    die_with_guard()
     gc.disable()  # imports make a million objects, of which hardly any is garbage
     prepare()
     close_store()

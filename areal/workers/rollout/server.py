@@ -18,6 +18,8 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from areal.workers.guard import die_with_guard
+
 SERVER_KEY = "AREAL_SERVER_KEY"
 """Environment variable with the API key of servers: of those that areal starts, and of those in servers.urls."""
 
@@ -63,6 +65,7 @@ def close_store() -> None:
 
 
 def main(arguments: list[str]) -> None:
+    die_with_guard()
     close_store()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -35,6 +35,7 @@ import numpy as np
 from aiohttp import web
 
 from areal.errors import TrainerError, VersionConflict
+from areal.workers.guard import die_with_guard
 from areal.workers.protocols import WeightGroup
 from areal.workers.trainer import wire
 
@@ -187,6 +188,7 @@ def _failure(status: int, error: Exception) -> web.Response:
 
 
 def main(settings: wire.RankSettings) -> None:
+    die_with_guard()
     token = os.environ.pop(wire.TOKEN)
     warnings.filterwarnings("ignore", module="megatron")  # a dozen, about optional packages that are not there
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint is saved by one rank

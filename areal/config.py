@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from pydantic.fields import FieldInfo
 
 from areal.errors import ConfigError
-from areal.masking import secret_in
+from areal.masking import secrets
 
 
 class Section(BaseModel):
@@ -457,8 +457,9 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 def _secrets(config: Config) -> Iterator[str]:
     """Settings are written to the run folder and to W&B, and those of servers shown by `ps`: they hold no secret."""
-    for key in SETTINGS:
-        if name := secret_in(str(config[key])):
+    known = secrets()
+    for key in SETTINGS if known else ():
+        if name := next((name for name, secret in known.items() if secret in str(config[key])), None):
             origin = config.origins.get(key, "default")
             yield f"{key} ({origin}) holds the secret of ${name}; leave it to the environment"
     if any("@" in url for url in config.servers.urls):

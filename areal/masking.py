@@ -21,20 +21,15 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not is_secret(name)}
 
 
-def secret_in(text: str) -> str | None:
-    """The name of a variable of this process's environment whose secret is in `text`."""
-    return next((name for name, value in _secrets().items() if value in text), None)
-
-
 def mask(text: str) -> str:
     """`text` with `<NAME>` in the place of each secret of this process's environment."""
-    for name, value in _secrets().items():
+    for name, value in secrets().items():
         text = text.replace(value, f"<{name}>")
     return text
 
 
-def _secrets() -> dict[str, str]:
-    """Name -> value, the longest value first: another may be a part of it."""
+def secrets() -> dict[str, str]:
+    """Name -> value of those in this process's environment, the longest first: another may be a part of it."""
     found = {n: v for n, v in os.environ.items() if len(v) >= _SHORTEST and is_secret(n)}
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 

@@ -91,7 +91,7 @@ async def test_a_blocked_event_loop_is_named(caplog: pytest.LogCaptureFixture, m
     monkeypatch.setattr(watchdog, "BLOCKED_S", 0.3)
 
     async def blocks() -> None:
-        time.sleep(0.8)  # noqa: ASYNC251
+        time.sleep(0.8)
 
     with LoopWatch() as watch:
         beats = asyncio.create_task(watch.run())

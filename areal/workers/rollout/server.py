@@ -47,6 +47,7 @@ def close_http(args: Any) -> None:
         return auth.AuthDecision(allowed=hmac.compare_digest(given, expected))
 
     auth.decide_request_auth = decide
+    auth._get_auth_level_from_app_and_scope = lambda *_: None  # it would match each request with a hundred routes
 
 
 def close_store() -> None:

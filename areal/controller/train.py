@@ -1,0 +1,200 @@
+"""The steps of a run: batches to the ranks, weights to the servers, checkpoints to the disk.
+
+Whatever needs the ranks goes through `_with_ranks`: ranks that died or failed half way are started again from the last
+checkpoint, and the steps since are repeated with their recorded batches, seeds and learning rates (I4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+from areal.algorithms.batching import build_request, learning_rate
+from areal.config import Config
+from areal.controller.cluster import Cluster
+from areal.controller.ledger import Ledger
+from areal.controller.rollout import RolloutLoop, Signal
+from areal.controller.scheduler import Scheduler
+from areal.controller.weights import PublishStats
+from areal.errors import TrainerError, VersionConflict
+from areal.run import RunFolder
+from areal.types import Batch, Group, TrainRequest, TrainStats
+
+log = logging.getLogger("areal")
+
+T = TypeVar("T")
+
+
+class TrainLoop:
+    """background: lives as long as the run, and holds the writing of checkpoints. repeated(version, values): told of
+    each step that was taken again."""
+
+    def __init__(
+        self,
+        config: Config,
+        scheduler: Scheduler,
+        ledger: Ledger,
+        rollout: RolloutLoop,
+        changed: Signal,
+        cluster: Cluster,
+        folder: RunFolder,
+        background: asyncio.TaskGroup,
+        repeated: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.ledger = ledger
+        self.cluster = cluster
+        self.folder = folder
+        self._rollout = rollout
+        self._changed = changed
+        self._background = background
+        self._repeated = repeated
+        self._request: TrainRequest | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._restarts = 0
+
+    async def recover(self) -> None:
+        """Bring the ranks of a run that goes on to where it was, and publish. Raises TrainerError, PublishError."""
+        await self._with_ranks(self._repeat)
+        state = self.scheduler.state
+        if state.attempt:
+            await self.publish(state.version)
+
+    async def next_batch(self) -> Batch | None:
+        """Wait for the next batch, on disk. None at the last step and when the data is used up."""
+        formed = self.scheduler.state.batch  # of an earlier controller, which did not come to its end
+        while formed is None:
+            rate = learning_rate(self.scheduler.state.version, self.config)
+            formed = self.scheduler.next_batch(final=self._rollout.exhausted, learning_rate=rate)
+            if formed:
+                break
+            if self._rollout.exhausted or self.scheduler.state.version >= self.scheduler.settings.last_version:
+                return None
+            await self._changed.wait()
+        await self.ledger.barrier()
+        groups = []
+        for number in formed.groups:
+            here = self._rollout.finished.pop(number, {})
+            if len(here) == len(self.scheduler.state.open[number].rewards):
+                episodes = tuple(here[member] for member in sorted(here))
+                groups.append(Group(number, episodes[0].task_id, episodes))
+            else:  # begun by an earlier controller
+                groups.append(self._recorded(number))
+        return Batch(formed.batch, formed.from_version, tuple(groups))
+
+    async def train(self, batch: Batch) -> TrainStats:
+        """Take the step of `batch`. Raises TrainerError when the ranks fail, and fail again."""
+        rate = learning_rate(batch.from_version, self.config)
+        stats = await self._with_ranks(partial(self._train_step, batch, rate))
+        self.scheduler.trained(batch.id)
+        return stats
+
+    async def publish(self, version: int) -> PublishStats:
+        """Bring the ranks' weights to the servers. Raises PublishError, TrainerError."""
+        published = await self._with_ranks(partial(self.cluster.weights.publish, version))
+        self.scheduler.published(version)
+        return published
+
+    async def checkpoint_if_due(self) -> None:
+        every = self.config.checkpoint.every
+        if every and self.scheduler.state.version % every == 0:
+            await self._with_ranks(self._begin_checkpoint)
+
+    async def checkpoint(self) -> None:
+        """A checkpoint of the current version, on disk when this returns. Raises TrainerError, LedgerError."""
+        await self._with_ranks(self._checkpoint)
+
+    async def stop(self) -> None:
+        """A last checkpoint, with the step that runs; nothing is started again."""
+        await self._end_step()
+        await self._checkpoint()
+
+    async def _train_step(self, batch: Batch, rate: float) -> TrainStats:
+        request = await asyncio.to_thread(
+            build_request,
+            batch,
+            self.config,
+            attempt=self.scheduler.state.attempt,
+            learning_rate=rate,
+            ranks=self.cluster.trainer.data_parallel,
+            seed=self.config.seed,
+        )
+        self._request, self.cluster.held = request, None
+        stats = await self.cluster.trainer.train(request)
+        self._request, self.cluster.held = None, stats.version
+        return stats
+
+    async def _end_step(self) -> None:
+        """After a stop in mid-step: the ranks finish it all the same, and a repeat gets their answer (I4)."""
+        if self._request is not None:
+            stats = await self.cluster.trainer.train(self._request)
+            self.scheduler.trained(self._request.batch_id)
+            self._request, self.cluster.held = None, stats.version
+
+    async def _with_ranks(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do what needs the ranks. When they fail they are started again, from the last checkpoint, and it is done once
+        more. The same failure twice is no accident: it ends the run, and so do trainer.restarts of them."""
+        failed = False
+        while True:
+            try:
+                return await work()
+            except VersionConflict:
+                raise
+            except TrainerError as error:
+                if failed or self._restarts == self.config.trainer.restarts:
+                    raise
+                failed = True
+                self._restarts += 1
+                limit = self.config.trainer.restarts
+                log.warning("the ranks are started again, %d of %d: %s", self._restarts, limit, error)
+            saved = self.scheduler.state.checkpoint
+            version, path = (saved.version, self.folder.path / "checkpoints" / saved.path) if saved else (0, None)
+            await self.cluster.restart_trainer(version, path)
+            await self._repeat()
+
+    async def _begin_checkpoint(self) -> None:
+        """Copy the trainer's state aside; it is written while the run goes on. One at a time."""
+        version = self.scheduler.state.version
+        if self._writing:
+            await self._writing
+        saved = self.scheduler.state.checkpoint
+        if saved is None or saved.version != version:
+            await self.cluster.trainer.stage(str(self.folder.checkpoint(version)))
+            self._writing = self._background.create_task(self._write_checkpoint(version), name="checkpoint")
+
+    async def _write_checkpoint(self, version: int) -> None:
+        try:
+            await self.cluster.trainer.write()
+        except TrainerError as error:
+            if not self.cluster.trainer.lost:
+                raise
+            log.warning("the checkpoint of step %d was lost with its rank: %s", version, error)
+            return
+        self.scheduler.checkpointed(version, self.folder.checkpoint(version).name)
+        await self.ledger.barrier()
+        await asyncio.to_thread(self.folder.prune)
+
+    async def _checkpoint(self) -> None:
+        await self._begin_checkpoint()
+        if self._writing:
+            await self._writing
+
+    async def _repeat(self) -> None:
+        """Take the steps after the checkpoint again, with their recorded batches and learning rates (I4)."""
+        state = self.scheduler.state
+        for formed in list(state.repeatable):
+            if formed.from_version < (self.cluster.held or 0):
+                continue
+            batch = Batch(formed.batch, formed.from_version, tuple(map(self._recorded, formed.groups)))
+            stats = await self._train_step(batch, formed.learning_rate)
+            self._repeated(stats.version, {"repeated": True, "train": asdict(stats)})
+            log.info("repeated step %d of %d: loss %.6g", stats.version, state.version, stats.loss)
+
+    def _recorded(self, number: int) -> Group:
+        episodes = self.ledger.episodes(number)
+        return Group(number, episodes[0].task_id, episodes)

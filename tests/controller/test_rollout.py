@@ -12,6 +12,7 @@ import pytest
 
 from areal.agents.episode import Episode
 from areal.config import Config
+from areal.controller import rollout
 from areal.controller.facts import Dropped, Fact, Failed, Finished
 from areal.controller.ledger import Ledger
 from areal.controller.rollout import RolloutLoop, Signal
@@ -267,3 +268,153 @@ async def test_a_live_stream_without_questions_is_idle_and_not_a_stall(world: Wo
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
+
+
+# -- agents that misbehave
+
+
+async def _ends_with_its_failure(world: World, agent: Any, text: str, kind: str = "agent") -> None:
+    """One failure of each member is enough, with the settings below; then the groups are dropped."""
+    await world.run(agent, tasks(2))
+    assert not world.of(Finished)
+    assert {f.kind for f in world.of(Failed)} == {kind}
+    assert all(text in f.message for f in world.of(Failed)), world.of(Failed)[0].message
+    assert len(world.of(Dropped)) == 2
+
+
+ONE_TRY = [["data.epochs=1", "episode.retries=0"]]
+
+
+@pytest.mark.parametrize("world", ONE_TRY, indirect=True)
+async def test_i9_a_cancelled_error_that_the_agent_let_out_is_its_failure(world: World) -> None:
+    async def agent(episode: Episode, task: Task) -> float:
+        inner = asyncio.create_task(asyncio.sleep(10))
+        inner.cancel()
+        await inner
+        return 1.0
+
+    await _ends_with_its_failure(world, agent, "let a CancelledError out")
+
+
+@pytest.mark.parametrize("world", ONE_TRY, indirect=True)
+async def test_i9_an_agent_that_exits_does_not_end_the_program(world: World) -> None:
+    async def agent(episode: Episode, task: Task) -> float:
+        raise SystemExit(0)
+
+    await _ends_with_its_failure(world, agent, "called sys.exit(0)")
+
+
+@pytest.mark.parametrize("world", ONE_TRY, indirect=True)
+async def test_an_agent_that_never_calls_the_model_is_a_failure(world: World) -> None:
+    async def agent(episode: Episode, task: Task) -> float:
+        return 1.0
+
+    await _ends_with_its_failure(world, agent, "without having called the model")
+
+
+@pytest.mark.parametrize("world", ONE_TRY, indirect=True)
+async def test_i9_no_finite_number_is_a_failure_of_the_reward(world: World) -> None:
+    async def agent(episode: Episode, task: Task) -> float:
+        await ask(episode)
+        return float("nan")
+
+    await _ends_with_its_failure(world, agent, "return a finite number", "reward")
+
+
+@pytest.mark.parametrize("world", [[*ONE_TRY[0], "episode.timeout_s=0.2"]], indirect=True)
+async def test_i9_a_reward_that_comes_after_the_time_out_does_not_count(world: World) -> None:
+    async def agent(episode: Episode, task: Task) -> float:
+        await ask(episode)
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            return 1.0
+        return 0.5
+
+    await _ends_with_its_failure(world, agent, "no reward after episode.timeout_s=0.2", "timeout")
+
+
+@pytest.mark.parametrize("world", [[*ONE_TRY[0], "episode.timeout_s=0.2"]], indirect=True)
+async def test_i7_an_agent_that_ignores_its_cancellation_is_left_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It catches everything in a loop; its calls never return, so that it cannot spin either."""
+    monkeypatch.setattr(rollout, "END_S", 0.1)
+    rounds, over = 0, False
+
+    async def agent(episode: Episode, task: Task) -> float:
+        nonlocal rounds
+        while not over:
+            rounds += 1
+            try:
+                await ask(episode)
+                await asyncio.sleep(10)
+            except BaseException:
+                continue
+        return 1.0
+
+    started = asyncio.get_running_loop().time()
+    await _ends_with_its_failure(world, agent, "no reward after", "timeout")
+    assert asyncio.get_running_loop().time() - started < 5
+    before = rounds
+    await asyncio.sleep(0.1)
+    over = True  # for the end of the test's own loop
+    assert rounds == before < 20
+
+
+@pytest.mark.parametrize("world", [["data.epochs=2"]], indirect=True)
+async def test_each_episode_has_a_task_of_its_own(world: World) -> None:
+    """Members of a group, and later epochs, do not see what an agent did to its task."""
+    seen: list[int] = []
+
+    async def agent(episode: Episode, task: Task) -> float:
+        seen.append(len(task["messages"]))
+        task["messages"].append({"role": "assistant", "content": "mine"})
+        task["id"] = "changed"
+        await ask(episode)
+        return 1.0
+
+    rows = [{"id": f"t{i}", "messages": [{"role": "user", "content": "hello"}]} for i in range(2)]
+    await world.run(agent, rows)
+    assert seen == [1] * 8
+
+
+@pytest.mark.parametrize("world", [["data.epochs=1", "episode.retries=2"]], indirect=True)
+async def test_an_episode_that_a_server_failed_waits_longer_each_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "BACK_OFF_S", 0.1)
+    tries: list[float] = []
+
+    async def agent(episode: Episode, task: Task) -> float:
+        if (episode.group, episode.member) == (0, 0):
+            tries.append(asyncio.get_running_loop().time())
+            if len(tries) < 3:
+                raise ServerLost("gone")
+        await ask(episode)
+        return 1.0
+
+    await world.run(agent, tasks(1))
+    assert [f.kind for f in world.of(Failed)] == ["server", "server"]
+    first, second = tries[1] - tries[0], tries[2] - tries[1]
+    assert first >= 0.1
+    assert second >= 0.2
+
+
+@pytest.mark.parametrize("world", [["data.epochs=1"]], indirect=True)
+async def test_i4_a_run_that_goes_on_runs_only_what_is_left(world: World) -> None:
+    """Members that had finished stay; a task that its source cannot give again drops its group (a live service)."""
+    scheduler = world.scheduler
+    for number in range(2):
+        scheduler.admit(f"t{number}", number)
+    world.loop.finished[0] = {}
+    scheduler.finished(0, 1, 0.25, {0: 3})
+    scheduler.start()
+
+    async def agent(episode: Episode, task: Task) -> float:
+        await ask(episode)
+        return 1.0
+
+    await world.run(agent, tasks(3))
+    ends = [(f.group, f.member, f.reward) for f in world.of(Finished)]
+    assert sorted(ends) == [(0, 0, 1.0), (0, 1, 0.25), (1, 0, 1.0), (1, 1, 1.0), (2, 0, 1.0), (2, 1, 1.0)]

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from areal.config import Config
 from areal.controller import facts
-from areal.controller.facts import BatchFormed, Dropped, Fact, Failed, GaveUp
+from areal.controller.facts import BatchFormed, Completed, Dropped, Fact, Failed, GaveUp
 from areal.controller.scheduler import Scheduler, SchedulerSettings, Verdict
 
 PLAIN = SchedulerSettings(
@@ -171,6 +171,72 @@ def test_i2_a_token_one_step_too_old_is_masked_or_its_group_dropped(late, stalen
         }
         assert scheduler.state.masked_tokens == 20
         assert scheduler.state.max_staleness == 2
+
+
+def test_i2_late_wait_takes_the_oldest_open_groups_and_waits_for_them():
+    scheduler, log = make(max_staleness=1, batch_groups=2, late="wait", last_version=9)
+    assert admit_all(scheduler) == [0, 1, 2, 3]
+    for number in (3, 2, 1):
+        finish(scheduler, number)
+        assert scheduler.next_batch() is None, "group 0 is waited for"
+    finish(scheduler, 0)
+    assert step(scheduler).groups == (0, 1)
+    scheduler.serving(1)
+    assert admit_all(scheduler) == [4, 5]
+    assert step(scheduler).groups == (2, 3)
+    scheduler.drop(4, "cancelled")
+    assert scheduler.next_batch(final=True) is None, "group 5 is waited for, also at the end"
+    finish(scheduler, 5, [1])
+    assert scheduler.next_batch() is None
+    last = scheduler.next_batch(final=True)
+    assert last is not None, scheduler.describe()
+    assert last.groups == (5,)
+    assert not [fact for fact in log if isinstance(fact, Dropped) and fact.reason == "stale"]
+
+
+@pytest.mark.parametrize(("end", "fate"), [("finished", "ready"), ("gave up", "dropped")])
+def test_i3_what_a_crash_parted_is_put_together_at_the_next_start(end, fate):
+    """The writer may have come as far as the end of the last member, and not to what follows from it."""
+    scheduler, log = make(retries=0)
+    scheduler.start()
+    admit_all(scheduler)
+    if end == "finished":
+        finish(scheduler, 0)
+        cut = log.index(Completed(0))
+    else:
+        scheduler.failed(0, 0, "agent", "why")
+        cut = log.index(Dropped(0, "agent"))
+    again = replayed(scheduler, log[:cut])
+    again.start()
+    if fate == "ready":
+        assert again.state.open[0].ready
+    else:
+        assert 0 not in again.state.open
+        assert again.state.dropped == {"lost": 1}
+
+
+def test_failures_have_a_budget_of_their_own_each():
+    budgets = {"agent": 1, "infrastructure": 2, "reward": 1, "data": 1}
+    scheduler, _ = make(failures=budgets, retries=99)
+    admit_all(scheduler)
+    verdicts = [scheduler.failed(0, 0, kind, "") for kind in ("agent", "server", "timeout", "reward", "data")]
+    assert set(verdicts) == {Verdict.RETRY}
+    assert scheduler.failed(0, 0, "server", "") is Verdict.END_RUN, "with the time-out that is three"
+    finish(scheduler, 1)
+    assert scheduler.failed(0, 0, "agent", "") is Verdict.RETRY, "one that finished clears all"
+
+
+def test_lengths_of_the_episodes_that_were_lost_and_kept():
+    scheduler, _ = make(max_staleness=1, batch_groups=1, retries=0, min_members=1)
+    admit_all(scheduler)
+    scheduler.failed(0, 0, "timeout", "", tokens=500)
+    scheduler.finished(0, 1, 1.0, {0: 30})
+    step(scheduler)
+    finish(scheduler, 1)
+    scheduler.drop(1, "cancelled")
+    state = scheduler.state
+    assert (state.kept.episodes, state.kept.tokens) == (1, 30)
+    assert (state.lost.episodes, state.lost.tokens) == (3, 520)
 
 
 @pytest.mark.parametrize("late", ["mask", "drop"])

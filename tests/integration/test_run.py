@@ -240,7 +240,7 @@ def test_ctrl_c_stops_within_ten_seconds_and_says_how_to_go_on(
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 130
     (checkpoint,) = (tmp_path / "run-0001" / "checkpoints").iterdir()
-    assert f"model.path={checkpoint}" in output
+    assert f"areal resume {tmp_path / 'run-0001'}" in output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "run-0001" / "summary.json").read_text())
     assert checkpoint.name == f"step-{summary['version']}", "a step that the ranks finished after the stop (I4)"

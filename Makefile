@@ -11,12 +11,14 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 INSTALL := $(PIP) install --no-warn-conflicts --constraint requirements-$(MACHINE).txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install search-agent test lint unit integration bench
+.PHONY: help install search-agent test lint unit integration kill-test campaign bench
 .NOTPARALLEL:
 
 help:
 	@echo 'make search-agent   set up, then train a search agent by RL; ARGS="seed=2 train.steps=60" passes settings'
 	@echo 'make test           set up, then run all checks: lint, unit, integration'
+	@echo 'make kill-test      set up, then kill parts of real runs at random moments, for a quarter of an hour'
+	@echo 'make campaign       set up, then simulate 10,000 runs under random faults, for a quarter of an hour'
 	@echo 'make bench          set up, then run all benchmarks; ARGS="--json FOLDER" passes options'
 	@echo 'make install        set up only'
 
@@ -35,11 +37,18 @@ lint: $(TOOLS)
 
 unit: $(TOOLS)
 	@echo '== unit tests, without SGLang and Megatron'
-	@$(PYTEST) --ignore tests/integration $(ARGS)
+	@$(PYTEST) --ignore tests/integration --ignore tests/kill $(ARGS)
 
 integration: $(TOOLS)
 	@echo '== integration tests, with real SGLang servers and real Megatron ranks'
 	@$(PYTEST) tests/integration $(ARGS)
+
+kill-test: $(TOOLS)
+	@echo '== kills at random moments, on real parts; KILLS=5 for fewer than 20 runs'
+	@$(PYTEST) tests/kill $(ARGS)
+
+campaign: $(INSTALLED)
+	@$(BIN)/python -m areal.simulation.campaign --seeds 10000 $(ARGS)
 
 bench: $(TOOLS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)

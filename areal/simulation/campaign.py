@@ -363,11 +363,13 @@ class Simulation:
         loop.close()
 
 
-def simulate(seed: int, folder: Path | None = None) -> Outcome:
-    """Run one seed. folder: where the run's folder is kept; else it is deleted."""
+def simulate(case: int | Case, folder: Path | None = None) -> Outcome:
+    """Run one seed, or a case. folder: where the run's folder is kept; else it is deleted."""
+    if isinstance(case, int):
+        case = draw(case)
     where = folder or Path(tempfile.mkdtemp(prefix="areal-sim-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     try:
-        return Simulation(draw(seed), where).run()
+        return Simulation(case, where).run()
     finally:
         if folder is None:
             shutil.rmtree(where, ignore_errors=True)

@@ -186,7 +186,9 @@ async def test_i8_cancelling_frees_the_place(sglang_server: Server, monkeypatch:
         assert loop.time() - cancelled < 0.1
         assert await until(lambda: running(sglang_server) == 0) < 2
         assert posted[0] - cancelled < 0.1
-        assert await until(lambda: fleet.stats().running == 0) < 2
+        async with asyncio.timeout(2):
+            while fleet.stats().running:  # the answers are still on their way
+                await asyncio.sleep(0.01)
 
 
 async def test_what_the_server_refuses_is_named(sglang_server: Server) -> None:

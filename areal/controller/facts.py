@@ -6,7 +6,7 @@ with an older run. Fields may be added with a default; a field or a record that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import orjson
@@ -142,6 +142,9 @@ Fact = (
 
 _KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in Fact.__args__}
 
+_TUPLES = {name: [f.name for f in fields(kind) if "tuple" in str(f.type)] for name, kind in _KINDS.items()}
+"""Name of the record -> the fields that JSON makes lists of."""
+
 
 def encode(fact: Fact) -> bytes:
     """JSON: [name of the record, {field: value}]."""
@@ -150,12 +153,15 @@ def encode(fact: Fact) -> bytes:
 
 def decode(body: bytes) -> Fact:
     """The inverse of `encode`. ValueError for what is not the encoding of a known fact."""
-    name, fields = orjson.loads(body)
+    name, values = orjson.loads(body)
     kind = _KINDS.get(name)
     if kind is None:
         raise ValueError(f"unknown fact {name!r}: it was written by a newer version of areal")
     try:
-        return kind(**{key: _frozen(value) for key, value in fields.items()})
+        for key in _TUPLES.get(name, ()):
+            if key in values:
+                values[key] = _frozen(values[key])
+        return kind(**values)
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -55,6 +55,7 @@ class Job:
     start: float = 0.0
     prefill: float = 0.0
     mark: float = 0.0
+    offset: float = 0.0
 
     @property
     def sampled(self) -> int:
@@ -118,7 +119,7 @@ class SimulatedServer:
         self._waiting: deque[Job] = deque()
         self._ends: list[tuple[float, int, Job]] = []
         self._count = 0
-        self._decoded = 0.0
+        self._decoded = self._offset = 0.0
         self._since = asyncio.get_running_loop().time()
         self._loading = self._paused = False
         self._unpaused = asyncio.Event()
@@ -179,11 +180,10 @@ class SimulatedServer:
         self._advance()
         self._paused = True
         self._unpaused.clear()
-        for job in reversed(self._running.values()):
-            self._keep(job)
+        for job in list(reversed(self._running.values())):
+            self._halt(job)
             self._waiting.appendleft(job)
             self.retractions += 1
-        self._running.clear()
         self._schedule()
 
     def resume(self) -> None:
@@ -232,8 +232,25 @@ class SimulatedServer:
         done = int(self._decoded - job.start - job.prefill + 1e-6)
         return max(0, min(done, min(job.limit, job.length) - job.sampled))
 
-    def _used(self) -> int:
-        return sum(len(job.ids) + job.sampled + self._tokens(job) for job in self._running.values())
+    def _used(self) -> float:
+        """Tokens in the KV cache. All running requests grow alike, so that a sum at their starts says it."""
+        return self._offset + len(self._running) * self._decoded
+
+    def _run(self, job: Job) -> None:
+        self._running[job.rid] = job
+        job.start = self._decoded
+        job.prefill = (len(job.ids) + job.sampled) / self.speed.prefill
+        job.mark = job.start + job.prefill + min(job.limit, job.length) - job.sampled
+        job.offset = len(job.ids) + job.sampled - job.start - job.prefill
+        self._offset += job.offset
+        self._count += 1
+        heapq.heappush(self._ends, (job.mark, self._count, job))
+
+    def _halt(self, job: Job) -> None:
+        """Out of the batch, with the tokens that it has."""
+        self._keep(job)
+        del self._running[job.rid]
+        self._offset -= job.offset
 
     def _schedule(self) -> None:
         """Start what fits, then set the timer for the next end or the next full cache."""
@@ -247,12 +264,7 @@ class SimulatedServer:
             if self._running and self._used() + len(job.ids) + job.sampled + 1 > self._kv_tokens:
                 break
             self._waiting.popleft()
-            self._running[job.rid] = job
-            job.start = self._decoded
-            job.prefill = (len(job.ids) + job.sampled) / self.speed.prefill
-            job.mark = job.start + job.prefill + min(job.limit, job.length) - job.sampled
-            self._count += 1
-            heapq.heappush(self._ends, (job.mark, self._count, job))
+            self._run(job)
         rate = self._rate()
         if not rate:
             return
@@ -272,8 +284,7 @@ class SimulatedServer:
                 self._finish(job, "length" if job.length >= job.limit else "stop")
         while len(self._running) > 1 and self._used() > self._kv_tokens:
             job = next(reversed(self._running.values()))
-            self._keep(job)
-            del self._running[job.rid]
+            self._halt(job)
             self._waiting.appendleft(job)
             self.retractions += 1
         self._schedule()
@@ -283,8 +294,8 @@ class SimulatedServer:
             job.spans.append((self.weights, self.label, count))
 
     def _finish(self, job: Job, finish: Finish) -> None:
-        if self._running.pop(job.rid, None) is job:
-            self._keep(job)
+        if self._running.get(job.rid) is job:
+            self._halt(job)
         elif job in self._waiting:
             self._waiting.remove(job)
         if not job.answer.done():

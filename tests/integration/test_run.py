@@ -11,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from areal import Config, Controller, Episode, Task
@@ -175,6 +176,51 @@ async def test_a_server_that_is_killed_in_mid_generation_is_replaced_and_no_epis
     assert stats.restarts == 1
     assert state.dropped == {}
     assert state.trained == 16
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("interrupt", ["retract", "abort"])
+async def test_two_servers_take_versions_one_after_the_other(tiny_qwen3: Path, tmp_path: Path, interrupt: str) -> None:
+    """rolling, with late=wait; retracted requests stay in their server and carry the span of each version (I6)."""
+    changes = {"weights.rollout": "rolling", "weights.interrupt": interrupt, "staleness.late": "wait"}
+    changes |= {"servers.count": 2, "train.steps": 5, "sampling.max_new_tokens": 48, "checkpoint.every": 0}
+    async with Controller(config(tiny_qwen3, tmp_path, **changes)) as controller:
+        await controller.train(two_turns, tasks(40))
+        stats = controller.cluster.fleet.stats()
+        state, folder = controller.scheduler.state, controller.folder
+    assert state.version == 5
+    assert state.dropped == {}
+    assert state.masked_tokens == 0, "late=wait lets nothing become too old"
+    assert stats.failures == stats.restarts == 0
+    if interrupt == "retract":
+        assert stats.interruptions == 0, "retracted requests do not come back early"
+    ledger = Ledger.open(folder.ledger)
+    facts = list(ledger.facts())
+    await ledger.close()
+    assert any(len(fact.tokens) > 1 for fact in facts if isinstance(fact, Finished)), "no episode spans versions"
+    batches = [fact.groups for fact in facts if isinstance(fact, BatchFormed)]
+    assert batches == [tuple(range(4 * i, 4 * i + 4)) for i in range(5)], "the oldest open groups, in order"
+    summary = json.loads(folder.summary_file.read_text())
+    assert summary["logprob_gap_max"] < 1e-3
+
+
+@pytest.mark.timeout(300)
+async def test_a_server_that_hangs_is_replaced(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """SIGSTOP to all of the server's processes: its calls go on at another one, with the tokens that they had."""
+    changes = {"train.steps": 4, "servers.request_timeout_s": 10, "weights.timeout_s": 20}
+    async with Controller(config(tiny_qwen3, tmp_path, **changes)) as controller:
+        train = asyncio.create_task(controller.train(two_turns, tasks(40)))
+        while controller.scheduler.state.version < 1 and not train.done():
+            await asyncio.sleep(0.05)
+        for process in psutil.Process().children(recursive=True):
+            words = [process.name(), *process.cmdline()]
+            if any("sglang" in word or "cpu_server" in word for word in words) and "guard.py" not in " ".join(words):
+                process.suspend()
+        await train
+        state, stats = controller.scheduler.state, controller.cluster.fleet.stats()
+    assert state.version == 4
+    assert stats.restarts == 1
+    assert state.dropped == {}
 
 
 SCRIPT = """

@@ -18,7 +18,7 @@ from areal.controller.scheduler import Scheduler
 from areal.simulation.campaign import campaign, draw, quiet, simulate
 from areal.simulation.workers import SERVER_FAULTS, TRAINER_FAULTS
 
-SEEDS = 150
+SEEDS = 100
 FIXED_SEEDS: dict[int, str] = {
     29: "weights of a killed controller were in the way of the next export",
     1: "a resumed run with a stream of tasks was refused for data.shuffle, which nobody had set",
@@ -81,19 +81,23 @@ def test_two_processes_write_the_same_ledger(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-def _find(seeds: range) -> str:
-    failed, _ = campaign(seeds)
-    return " ".join(outcome.violation for outcome in failed)
+def _find(what: str, seeds: range) -> None:
+    """One of the seeds must see a violation of `what`."""
+    for seed in seeds:
+        failed, _ = campaign([seed])
+        if failed and failed[0].violation.startswith(what):
+            return
+    pytest.fail(f"no violation of {what} in {seeds}")
 
 
 def test_it_finds_admission_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "may_admit", lambda self: len(self.state.open) < 40)
-    assert "I1" in _find(range(10))
+    _find("I1", range(10))
 
 
 def test_it_finds_stale_tokens_in_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_too_old", lambda *_: False)
-    assert "I2" in _find(range(25))
+    _find("I2", range(25))
 
 
 def test_it_finds_a_token_lost_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,22 +112,22 @@ def test_it_finds_a_token_lost_between_two_pieces(monkeypatch: pytest.MonkeyPatc
         return whole
 
     monkeypatch.setattr(fleet, "_stitch", torn)
-    assert "I5" in _find(range(30))
+    _find("I5", range(30))
 
 
 def test_it_finds_a_wrong_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal.simulation.server.version_of", lambda label, origin: 0)
-    assert "I6" in _find(range(3))
+    _find("I6", range(1, 10))
 
 
 def test_it_finds_a_wait_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Signal, "notify", lambda self: None)
-    assert "I7" in _find(range(5))
+    _find("I7", range(5))
 
 
 def test_it_finds_requests_that_nobody_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fleet, "_end_later", lambda *_: None)
-    assert "I8" in _find(range(60))
+    _find("I8", range(60))
 
 
 def test_it_finds_an_episode_that_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +136,7 @@ def test_it_finds_an_episode_that_counts_twice(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         RolloutLoop, "_start", lambda self, g, a, n, t, m: start(self, g, a, n, t, range(self._members))
     )
-    assert "I7" in _find(range(60)) or "I4" in _find(range(60))
+    _find("I7", range(60))
 
 
 def test_a_seed_is_a_case() -> None:

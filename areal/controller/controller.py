@@ -188,6 +188,11 @@ class Controller:
         """Whether this run goes on with what an earlier controller left."""
         return self.config.run is not None
 
+    @property
+    def success(self) -> dict[str, float]:
+        """Label -> success share of each labelled evaluation, those before a resume too."""
+        return dict(self.scheduler.state.success)
+
     def _replay(self) -> None:
         """Fold what the ledger has; nothing for a new run. A checkpoint that it does not name came to be too late."""
         for fact in self.ledger.facts():

@@ -11,6 +11,7 @@ it must search twice. Its warm start shows how a search is written, but mostly g
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import sys
 import tempfile
@@ -222,13 +223,15 @@ async def main(config: Config) -> None:
     questions = (make_task(f"train {config.seed} {i}") for i in count())
     async with search_service() as service, Controller(config) as controller:
         agent = make_agent(service)
-        success = [await controller.evaluate(agent, test, label="success_before")]
-        greedy = [await controller.evaluate(agent, test, label="greedy_before", greedy=True)]
+        if not controller.resumed:
+            await controller.evaluate(agent, test, label="success_before")
+            await controller.evaluate(agent, test, label="greedy_before", greedy=True)
         await controller.train(agent, questions)
-        success.append(await controller.evaluate(agent, test, label="success_after"))
-        greedy.append(await controller.evaluate(agent, test, label="greedy_after", greedy=True))
-    for name, (before, after) in {"sampled": success, "greedy": greedy}.items():
-        print(f"{name} success on {TEST_QUESTIONS} new questions: {before.success:.2f} -> {after.success:.2f}")
+        await controller.evaluate(agent, test, label="success_after")
+        await controller.evaluate(agent, test, label="greedy_after", greedy=True)
+    for name, label in {"sampled": "success", "greedy": "greedy"}.items():
+        before, after = (controller.success.get(f"{label}_{when}", math.nan) for when in ("before", "after"))
+        print(f"{name} success on {TEST_QUESTIONS} new questions: {before:.2f} -> {after:.2f}")
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ async def test_an_end_token_in_an_aborted_answer_ends_it(sglang_server: Server) 
         sampling = Sampling(400, temperature=3.0)
         calls = [asyncio.create_task(fleet.generate(prompt(8, i), sampling, key=f"e{i}")) for i in range(48)]
         while not all(call.done() for call in calls):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)  # a busy machine must come some tokens further in between
             (server,) = fleet.servers
             await fleet.interrupt(server)
             fleet.open(server, "test.0:0")

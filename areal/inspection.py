@@ -34,7 +34,7 @@ from areal.controller.facts import (
     GaveUp,
     Trained,
 )
-from areal.controller.ledger import LedgerReader
+from areal.controller.reader import LedgerReader
 from areal.controller.scheduler import State
 from areal.errors import ConfigError, LedgerError
 from areal.run import RunFolder

@@ -30,7 +30,7 @@ from areal.controller.facts import (
     Started,
     Trained,
 )
-from areal.controller.ledger import LedgerReader
+from areal.controller.reader import LedgerReader
 from areal.controller.scheduler import OpenGroup, Scheduler, SchedulerSettings
 from areal.errors import LedgerError
 from areal.run import RunFolder

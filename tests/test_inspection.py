@@ -18,7 +18,8 @@ from rich.console import Console
 
 from areal.config import Config
 from areal.controller.facts import Completed, Fact, Finished
-from areal.controller.ledger import Ledger, LedgerReader
+from areal.controller.ledger import Ledger
+from areal.controller.reader import LedgerReader
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.errors import ConfigError, LedgerError
 from areal.inspection import inspect, pieces, show

@@ -20,12 +20,22 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self, TextIO
+from typing import NamedTuple, TextIO
 
 from areal.agents import journal
 from areal.agents.journal import RecordedCall
 from areal.controller import facts, segments
 from areal.controller.facts import BatchFormed, Checkpointed, Dropped, Fact, Failed, Finished
+from areal.controller.reader import (
+    DATABASE,
+    FORMAT,
+    LedgerReader,
+    check_exists,
+    check_format,
+    connect,
+    errors,
+    format_of,
+)
 from areal.errors import LedgerError
 from areal.types import EpisodeRecord
 
@@ -34,8 +44,6 @@ BACKLOG_BYTES = 64 << 20
 _LINGER_S = 0.05
 """The writer collects appends for this long while nobody waits for them: each commit costs two syncs."""
 _END = sys.maxsize
-_DATABASE = "ledger.db"
-_FORMAT = 2
 
 _SCHEMA = f"""
 BEGIN;
@@ -48,7 +56,7 @@ CREATE TABLE calls (
     grp INTEGER, member INTEGER, seq INTEGER, segment INTEGER, offset INTEGER, size INTEGER,
     PRIMARY KEY (grp, member, seq)
 ) WITHOUT ROWID;
-PRAGMA user_version = {_FORMAT};
+PRAGMA user_version = {FORMAT};
 COMMIT;
 """
 
@@ -70,7 +78,7 @@ class _Store:
     """Database and segments, blocking. One thread at a time uses it."""
 
     def __init__(self, folder: Path, *, durable: bool) -> None:
-        self._database = _connect(folder)
+        self._database = connect(folder)
         self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
         self._segments = segments.Segments(folder, durable=durable)
         query = "SELECT segment, COUNT(*) FROM (SELECT segment FROM {} UNION ALL SELECT segment FROM {}) GROUP BY 1"
@@ -133,94 +141,6 @@ class _Store:
             self._database.close()
 
 
-class LedgerReader:
-    """The part of a ledger that is on disk. `open` it to look at a run that has ended, was killed, or goes on
-    meanwhile: that takes no lock and changes no file. Then use it as a context manager."""
-
-    def __init__(self, folder: Path, database: sqlite3.Connection, *, is_still: bool = False) -> None:
-        """is_still: nobody writes, as far as is known; SQLite reads without any lock."""
-        self._folder = folder
-        self._database = database
-        self._is_still = is_still
-        self._segments = segments.Segments(folder, durable=False)
-
-    @classmethod
-    def open(cls, folder: str | Path) -> Self:
-        """LedgerError if the folder has no ledger, or one of another format."""
-        folder = Path(folder)
-        with _errors(folder, "read"):
-            _check_exists(folder)
-            log, index = folder / f"{_DATABASE}-wal", folder / f"{_DATABASE}-shm"
-            is_still = not _bytes_of(log) and not (log.exists() and index.exists())
-            mode = "mode=ro&readonly_shm=1" if index.exists() else "mode=ro"
-            if is_still:  # with mode=ro SQLite would leave its two working files behind
-                mode = "immutable=1"
-            address = f"{(folder / _DATABASE).absolute().as_uri()}?{mode}"
-            database = sqlite3.connect(address, uri=True, check_same_thread=False)
-            try:
-                _check_format(folder, database)
-            except BaseException:
-                database.close()
-                raise
-        return cls(folder, database, is_still=is_still)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def facts(self, after: int = 0) -> Iterator[Fact]:
-        """All facts, in order, without the first `after`. LedgerError for one that is not known here."""
-        with _errors(self._folder, "read"):
-            query = "SELECT seq, body FROM facts WHERE seq > ? ORDER BY seq"
-            for seq, body in self._database.execute(query, (after,)):
-                try:
-                    fact = facts.decode(body)
-                except ValueError as error:
-                    raise LedgerError(f"ledger {self._folder}, fact {seq}: {error}") from error
-                yield fact
-            self._check_still()
-
-    def members(self, group: int) -> list[int]:
-        """Those members of a group whose trajectories are there."""
-        with _errors(self._folder, "read"):
-            query = "SELECT member FROM episodes WHERE grp = ? ORDER BY member"
-            found = [member for (member,) in self._database.execute(query, (group,))]
-            self._check_still()
-        return found
-
-    def calls(self, group: int, member: int) -> list[RecordedCall]:
-        """The calls of an unfinished episode, in order. LedgerError for one that is damaged."""
-        query = "SELECT segment, offset, size FROM calls WHERE grp = ? AND member = ? ORDER BY seq"
-        with _errors(self._folder, "read"):
-            places = self._database.execute(query, (group, member)).fetchall()
-            try:
-                return [journal.decode(self._segments.read(*place)) for place in places]
-            except ValueError as error:
-                raise LedgerError(f"ledger {self._folder}, calls of group {group}, member {member}: {error}") from error
-
-    def episode(self, group: int, member: int) -> EpisodeRecord:
-        """A trajectory. LedgerError if it is not there, no longer needed, or damaged."""
-        what = f"ledger {self._folder}, episode of group {group}, member {member}"
-        query = "SELECT segment, offset, size FROM episodes WHERE grp = ? AND member = ?"
-        with _errors(self._folder, "read"):
-            place = self._database.execute(query, (group, member)).fetchone()
-            if place is None:
-                raise LedgerError(f"{what}: none; it was not written yet, or dropped, or a checkpoint covers it")
-            try:
-                return segments.decode(self._segments.read(*place))
-            except ValueError as error:
-                raise LedgerError(f"{what}: {error} (segment {place[0]} at byte {place[1]})") from error
-
-    def close(self) -> None:
-        self._database.close()
-
-    def _check_still(self) -> None:
-        if self._is_still and _bytes_of(self._folder / f"{_DATABASE}-wal"):
-            raise LedgerError(f"ledger {self._folder}: the run went on while it was read; read it again")
-
-
 class Ledger:
     """Append-only log of facts with trajectories. Made by `create` or `open`; one process at a time has it.
 
@@ -233,10 +153,10 @@ class Ledger:
 
     def __init__(self, folder: Path, *, inline: bool) -> None:
         self._folder = folder
-        with _errors(folder, "opened"):
+        with errors(folder, "opened"):
             self._lock_file = _lock(folder)
             self._store = _Store(folder, durable=not inline)
-            self._reader = LedgerReader(folder, _connect(folder))
+            self._reader = LedgerReader(folder, connect(folder))
         self._changed = threading.Condition()  # guards what follows
         self._backlog: list[_Entry] = []
         self._appended = 0
@@ -254,11 +174,11 @@ class Ledger:
     def create(cls, folder: str | Path, *, inline: bool = False) -> Ledger:
         """A new ledger in a folder that has none. LedgerError if it has one or cannot be written."""
         folder = Path(folder)
-        with _errors(folder, "created"):
+        with errors(folder, "created"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(segments.open_private(str(folder / _DATABASE), os.O_CREAT | os.O_RDWR))
-            with contextlib.closing(_connect(folder)) as database:
-                if _format(database):
+            os.close(segments.open_private(str(folder / DATABASE), os.O_CREAT | os.O_RDWR))
+            with contextlib.closing(connect(folder)) as database:
+                if format_of(database):
                     raise LedgerError(f"{folder} has a ledger already: resume that run or take another folder")
                 database.execute("PRAGMA journal_mode = WAL")
                 database.executescript(_SCHEMA)
@@ -270,10 +190,10 @@ class Ledger:
     def open(cls, folder: str | Path, *, inline: bool = False) -> Ledger:
         """The ledger that `folder` has. LedgerError if it has none, or another process writes it."""
         folder = Path(folder)
-        with _errors(folder, "opened"):
-            _check_exists(folder)
-            with contextlib.closing(_connect(folder)) as database:
-                _check_format(folder, database)
+        with errors(folder, "opened"):
+            check_exists(folder)
+            with contextlib.closing(connect(folder)) as database:
+                check_format(folder, database)
         return cls(folder, inline=inline)
 
     def append(self, fact: Fact, episode: EpisodeRecord | None = None) -> None:
@@ -447,30 +367,6 @@ class Ledger:
         self._lock_file.close()
 
 
-def _connect(folder: Path) -> sqlite3.Connection:
-    return sqlite3.connect(folder / _DATABASE, check_same_thread=False)
-
-
-def _format(database: sqlite3.Connection) -> int:
-    return database.execute("PRAGMA user_version").fetchone()[0]
-
-
-def _bytes_of(file: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return file.stat().st_size
-    return 0
-
-
-def _check_exists(folder: Path) -> None:
-    if not (folder / _DATABASE).exists():
-        raise LedgerError(f"{folder} has no ledger")
-
-
-def _check_format(folder: Path, database: sqlite3.Connection) -> None:
-    if (found := _format(database)) != _FORMAT:
-        raise LedgerError(f"ledger {folder} has format {found}, this version of areal reads {_FORMAT}")
-
-
 def _lock(folder: Path) -> TextIO:
     """Held by the process (not by its children) until the file is closed or the process ends."""
     file = open(folder / "ledger.lock", "w", opener=segments.open_private)  # noqa: SIM115
@@ -480,11 +376,3 @@ def _lock(folder: Path) -> TextIO:
         file.close()
         raise LedgerError(f"ledger {folder} is written by another process: end that one first") from None
     return file
-
-
-@contextlib.contextmanager
-def _errors(folder: Path, what: str) -> Iterator[None]:
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        raise LedgerError(f"ledger {folder} cannot be {what}: {error}") from error

@@ -34,7 +34,7 @@ import orjson
 from areal.agents.episode import Episode
 from areal.config import Config
 from areal.controller.controller import Controller
-from areal.controller.ledger import LedgerReader
+from areal.controller.reader import LedgerReader
 from areal.errors import (
     ArealError,
     LedgerError,

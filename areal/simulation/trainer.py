@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from areal.errors import TrainerError, VersionConflict
-from areal.simulation.server import Rendezvous
+from areal.simulation.client import Rendezvous
 from areal.simulation.weights import Weights
 from areal.types import FlatBatch, Floats, Ints, TensorSpec, TrainRequest, TrainStats
 from areal.workers.protocols import WeightGroup

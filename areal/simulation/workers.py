@@ -13,7 +13,8 @@ from typing import Literal, get_args
 from areal.agents.template import Template
 from areal.config import Config
 from areal.errors import ProcessError
-from areal.simulation.server import VOCAB, Rendezvous, SimulatedClient, SimulatedServer, Speed
+from areal.simulation.client import Rendezvous, SimulatedClient
+from areal.simulation.server import VOCAB, SimulatedServer, Speed
 from areal.simulation.trainer import SimulatedTrainer
 from areal.simulation.weights import Weights
 from areal.types import FlatBatch, TrainRequest

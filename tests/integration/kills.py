@@ -16,7 +16,7 @@ import psutil
 
 from areal.config import Config
 from areal.controller.facts import Fact
-from areal.controller.ledger import LedgerReader
+from areal.controller.reader import LedgerReader
 from areal.simulation.audit import Audit
 
 STEPS = 6

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal.controller.facts import BatchFormed, Checkpointed, Fact, Finished, Started, Trained
-from areal.controller.ledger import LedgerReader
+from areal.controller.reader import LedgerReader
 from tests.integration.kills import STEPS, Run
 
 

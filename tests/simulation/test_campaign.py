@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from areal.controller.fleet import Fleet
-from areal.controller.ledger import LedgerReader
+from areal.controller.reader import LedgerReader
 from areal.controller.rollout import RolloutLoop, Signal
 from areal.controller.scheduler import Scheduler
 from areal.simulation.campaign import campaign, draw, quiet, simulate

@@ -156,6 +156,7 @@ class TrainLoop:
             version, path = (saved.version, self.folder.path / "checkpoints" / saved.path) if saved else (0, None)
             await self.cluster.restart_trainer(version, path)
             await self._repeat()
+            await self.cluster.weights.catch_up()
 
     async def _begin_checkpoint(self) -> None:
         """Copy the trainer's state aside; it is written while the run goes on. One at a time."""

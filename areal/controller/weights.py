@@ -201,6 +201,16 @@ class WeightSync:
                 await server.client.load_disk(str(self._path(current.version)), current.label)
                 await self._finish(server, current)
 
+    async def catch_up(self) -> None:
+        """Bring the servers up to date that came up while the ranks were on their way (see `sync_server`), where no
+        publication follows."""
+        for server in self._fleet.servers:
+            if server.state == "starting" and server.up.is_set():
+                try:
+                    await self.sync_server(server)
+                except ServerError as error:
+                    self._fleet.fail(server, str(error))
+
     async def close(self) -> None:
         """Leave the broadcast group, so that servers that run on can forget it."""
         for broadcast in self._broadcasts.values():

@@ -42,8 +42,8 @@ def test_the_controller_is_killed_before_the_first_checkpoint(run: Run) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_the_controller_is_killed_in_a_step_and_in_a_checkpoint(run: Run) -> None:
-    """Two kills: between BatchFormed and Trained, then while step 4 is being saved; the second resume trains longer."""
+def test_the_controller_is_killed_in_a_step_and_after_one(run: Run) -> None:
+    """Two kills: between BatchFormed and Trained, then right after a step; the second resume trains longer."""
     run.start()
 
     def in_step(facts: list[Fact]) -> bool:
@@ -52,8 +52,9 @@ def test_the_controller_is_killed_in_a_step_and_in_a_checkpoint(run: Run) -> Non
 
     assert run.wait(in_step), run.output()
     run.kill("controller")
+    before = trained(run.facts())  # a step may have ended since
     run.resume()
-    assert run.wait(lambda facts: trained(facts) >= 4), run.output()
+    assert run.wait(lambda facts: trained(facts) > before), run.output()
     run.kill("controller")
     run.resume(f"train.steps={STEPS + 2}", "servers.max_running=32")
     assert run.end() == 0, run.output()

@@ -78,8 +78,8 @@ class Run:
     def path(self) -> Path:
         return self._folder / "runs" / "kill-0001"
 
-    def start(self) -> None:
-        self._start(self._first)
+    def start(self, *changes: str) -> None:
+        self._start([*self._first, *changes])
 
     def resume(self, *changes: str) -> None:
         self._start([sys.executable, "-m", "areal", "resume", str(self.path), *changes])

@@ -81,7 +81,7 @@ def test_a_rank_and_a_server_are_killed(run: Run) -> None:
 
 @pytest.mark.timeout(300)
 def test_what_a_resume_refuses(run: Run) -> None:
-    run.start()
+    run.start("train.steps=1000")
     assert run.wait(lambda facts: trained(facts) >= 1), run.output()
     first = run.process
     run.resume()  # of a run that goes on

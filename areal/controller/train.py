@@ -152,6 +152,8 @@ class TrainLoop:
                 self._restarts += 1
                 limit = self.config.trainer.restarts
                 log.warning("the ranks are started again, %d of %d: %s", self._restarts, limit, error)
+            if self._writing:  # it may yet move the checkpoint that the ranks start from
+                await asyncio.wait((self._writing,))
             saved = self.scheduler.state.checkpoint
             version, path = (saved.version, self.folder.path / "checkpoints" / saved.path) if saved else (0, None)
             await self.cluster.restart_trainer(version, path)

@@ -44,6 +44,7 @@ from areal.errors import (
     Stalled,
     TooManyFailures,
     TrainerError,
+    VersionConflict,
     root_cause,
 )
 from areal.simulation.audit import LEAST_REWARD, Audit, Violation, check_request, groups_of, prompt_of
@@ -314,6 +315,8 @@ class Simulation:
         }
         if isinstance(cause, Violation):
             raise cause
+        if isinstance(cause, VersionConflict):
+            raise Violation(f"I4: the ranks were asked for a step that they are not at: {cause}") from error
         if not isinstance(cause, ArealError) or isinstance(cause, LedgerError):
             raise Violation(f"I7: ended with {name}: {cause}") from error
         if not any(reason for kind, reason in explained.items() if isinstance(cause, kind)):

@@ -24,7 +24,7 @@ FIRST_WORD_S = 45.0
 """Seconds without progress after which it is said what is waited for; then after twice as many, and so on."""
 
 BEAT_S = 1.0
-BLOCKED_S = 5.0
+BLOCKED_S = 10.0
 """Seconds without a beat of the event loop after which it is said what blocks it."""
 
 log = logging.getLogger("areal")

@@ -118,8 +118,8 @@ async def test_the_service_answers_with_latency_and_ends_with_its_context() -> N
         seconds = sorted(await asyncio.gather(*(ask() for _ in range(200))))
         url = service._base_url
     assert seconds[0] >= 0.01
-    assert 0.05 < seconds[100] < 1.5  # drawn around 0.1 s; a busy machine adds to it
-    assert seconds[-1] > seconds[100] + 0.1
+    assert 0.05 < seconds[100] < 0.4
+    assert seconds[-1] > 2 * seconds[100]
     with pytest.raises(aiohttp.ClientConnectionError):
         async with aiohttp.ClientSession(url) as again:
             await again.get("/search")

@@ -193,8 +193,7 @@ async def test_two_servers_take_versions_one_after_the_other(tiny_qwen3: Path, t
     assert state.masked_tokens == 0, "late=wait lets nothing become too old"
     assert stats.failures == stats.restarts == 0
     if interrupt == "retract":
-        # None comes back early, but for a load that found a request just starting: its flush aborts what is there.
-        assert stats.interruptions <= 16, "retracted requests come back early"
+        assert stats.interruptions == 0, "retracted requests do not come back early"
     ledger = Ledger.open(folder.ledger)
     facts = list(ledger.facts())
     await ledger.close()
@@ -209,11 +208,12 @@ async def test_two_servers_take_versions_one_after_the_other(tiny_qwen3: Path, t
 async def test_a_server_that_hangs_is_replaced(tiny_qwen3: Path, tmp_path: Path) -> None:
     """SIGSTOP to all of the server's processes: its calls go on at another one, with the tokens that they had."""
     changes = {"train.steps": 4, "servers.request_timeout_s": 10, "weights.timeout_s": 20}
+    others = set(psutil.Process().children(recursive=True))  # such as the server that tests share
     async with Controller(config(tiny_qwen3, tmp_path, **changes)) as controller:
         train = asyncio.create_task(controller.train(two_turns, tasks(40)))
         while controller.scheduler.state.version < 1 and not train.done():
             await asyncio.sleep(0.05)
-        for process in psutil.Process().children(recursive=True):
+        for process in set(psutil.Process().children(recursive=True)) - others:
             words = [process.name(), *process.cmdline()]
             if any("sglang" in word or "cpu_server" in word for word in words) and "guard.py" not in " ".join(words):
                 process.suspend()

@@ -338,6 +338,17 @@ class Config(Section):
         new._command = tuple(command)
         return new
 
+    def changed(self, changes: Mapping[str, Any], origin: str) -> Config:
+        """These settings with others by dotted key, from `origin`. Raises ConfigError."""
+        tree = self.model_dump()
+        for key, value in changes.items():
+            section, _, leaf = key.rpartition(".")
+            (tree[section] if section else tree)[leaf] = value
+        origins = {**self.origins, **dict.fromkeys(changes, origin)}
+        config = Config.model_validate(tree, context={"origins": origins})
+        config._run, config._command = self._run, self._command
+        return config
+
     def __eq__(self, other: object) -> bool:
         """Equal values; where they came from does not count."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()

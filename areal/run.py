@@ -4,6 +4,7 @@
       config.toml       the effective settings; `areal config` reads them back
       command.json      the program, for `areal resume`
       metrics.jsonl     one line a step
+      servers.toml      which servers it is to have; may change while it goes on
       logs/             the output of each child process
       ledger/           what happened to every group
       checkpoints/      step-40, step-50: Hugging Face format
@@ -144,6 +145,10 @@ class RunFolder:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger"
+
+    @property
+    def servers_file(self) -> Path:
+        return self.path / "servers.toml"
 
     @property
     def summary_file(self) -> Path:

@@ -27,6 +27,7 @@ from areal.controller.controller import Controller
 from areal.doctor import Finding, before_run, chat, collect, doctor, live, machine, short
 from areal.errors import ConfigError
 from areal.types import Completion, Ints, Sampling, Task
+from areal.workers.process import free_port
 from areal.workers.trainer.architecture import Architecture
 from tests import models
 from tests.agents import templates
@@ -203,8 +204,8 @@ def test_prompts_are_measured_in_tokens_not_in_characters(settings: Callable[...
 
 
 def test_a_taken_port(settings: Callable[..., Config]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    port = free_port()  # its neighbour is free as a rule; beside one of the kernel's choice there may be a connection
+    with socket.create_server(("127.0.0.1", port)):
         finding = the_only(short(settings(**{"servers.port": port - 1, "servers.count": 2})))
     assert (finding.check, finding.level) == ("ports", "problem")
     assert str(port) in finding.message

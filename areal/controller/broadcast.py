@@ -23,7 +23,7 @@ Fail = Callable[[Server, ArealError], None]
 
 
 class Broadcast:
-    """widths: tensor-parallel size of each server, each of which joins with all its ranks; empty means 1 each."""
+    """widths: tensor-parallel size of each server, each of which joins with all its ranks; 1 for those not listed."""
 
     def __init__(
         self, trainer: TrainerClient, origin: str, host: str, backend: str, timeout_s: float, widths: Sequence[int]
@@ -47,7 +47,7 @@ class Broadcast:
             ranks, size = {}, 1
             for server in todo:
                 ranks[server] = size
-                size += self._widths[server.index] if self._widths else 1
+                size += self._widths[server.index] if server.index < len(self._widths) else 1
             port = free_port(self._host)
             name = f"{self._origin}-{port}-{self._count}"  # a server that runs on may know a dead run's group
             group = WeightGroup(name, self._host, port, size, self._backend)
@@ -82,6 +82,11 @@ class Broadcast:
     def follow(self, trainer: TrainerClient) -> None:
         """The ranks were started again; the group ended with them, and its servers leave it on the way to the next."""
         self._trainer = trainer
+
+    async def leave_with(self, index: int) -> None:
+        """End the group if that server is in it: a server that leaves the run is to forget it."""
+        if any(server.index == index for server in self._members):
+            await self.leave()
 
     async def leave(self) -> None:
         """Destroy the group, whatever state its members are in."""

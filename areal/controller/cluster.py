@@ -73,7 +73,7 @@ class Cluster:
                 servers,
                 origin=self.origin,
                 stop_ids=workers.stop_ids,
-                restart=workers.restart_server if workers.can_restart else None,
+                restart=workers.start_server if workers.can_restart else None,
                 exited=workers.server_exited if workers.can_restart else None,
                 on_serving=self._on_serving,
             )

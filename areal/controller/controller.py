@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -27,6 +27,7 @@ from areal.controller.cluster import Cluster
 from areal.controller.evaluation import Evaluation, evaluate
 from areal.controller.facts import Admitted, Completed, Dropped, Fact, Finished, Trained
 from areal.controller.ledger import Ledger
+from areal.controller.membership import Membership
 from areal.controller.report import Reporter
 from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, attempt, name_of
 from areal.controller.scheduler import Scheduler, SchedulerSettings
@@ -136,6 +137,10 @@ class Controller:
             background = await stack.enter_async_context(asyncio.TaskGroup())
             if loop_watch:
                 stack.callback(background.create_task(loop_watch.run(), name="loop watch").cancel)
+            self._membership = Membership(config, self.cluster, self.folder.servers_file)
+            if not inline:
+                await asyncio.to_thread(self._membership.write)
+                stack.callback(background.create_task(self._membership.run(), name="membership").cancel)
             self._steps = TrainLoop(
                 config,
                 self.scheduler,
@@ -285,6 +290,11 @@ class Controller:
         sampling = Sampling(self.config.sampling.max_new_tokens, 0.0 if greedy else self.config.sampling.temperature)
         episode = self.cluster.episode(EVALUATION, index, str(task["id"]), sampling, name_of(agent))
         return await attempt(agent, episode, task, self.config.episode.timeout_s)
+
+    async def change_servers(self, *, count: int = 0, urls: Sequence[str] = ()) -> None:
+        """Have `count` servers, or those at `urls`, from now on: others join or leave. `servers.toml` in the run folder
+        does the same. Raises ConfigError for what cannot be, ProcessError when a server does not start."""
+        await self._membership.change({"count": count} if count else {"urls": list(urls)})
 
     # -- what others tell the controller
 

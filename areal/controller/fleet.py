@@ -107,7 +107,9 @@ class Fleet:
         self._finished = asyncio.Event()
         self._router = Router(self.servers)
         self._lowest: int | None = None
-        self._restarts = [0] * len(clients)
+        self._restarts: dict[int, int] = {}
+        self._restarted = 0
+        self._watchers: dict[int, asyncio.Task[None]] = {}
         self._still_since: dict[Server, float] = {}
         self._still_s = 0.0
         self._requests = self._tokens = self._cached = self._interruptions = self._failures = 0
@@ -260,7 +262,7 @@ class Fleet:
     async def ready(self) -> list[Server]:
         """The servers that can take weights now; waits for those that just came up."""
         await self._started.wait()
-        for server in self.servers:
+        for server in tuple(self.servers):
             await server.up.wait()
         return [server for server in self.servers if server.state != "dead"]
 
@@ -303,6 +305,9 @@ class Fleet:
         if server.state == "dead":
             return
         log.warning("server %d is dead: %s", server.index, reason)
+        self._bury(server, reason)
+
+    def _bury(self, server: Server, reason: str) -> None:
         server.state, server.reason = "dead", reason
         self._moves_again(server)
         for call in server.calls.values():
@@ -337,14 +342,15 @@ class Fleet:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 self._started.set()
-                watchers = [tasks.create_task(self._watch(s.index), name=f"server-{s.index}") for s in self.servers]
-                watchers.append(tasks.create_task(self._time_out(), name="time-outs"))
+                for server in self.servers:
+                    self._begin_watch(server)
+                time_outs = tasks.create_task(self._time_out(), name="time-outs")
                 try:
                     await self._closing.wait()
                 finally:
                     self._closing.set()
                     self._router.close()
-                    for watcher in watchers:
+                    for watcher in (time_outs, *self._watchers.values()):
                         watcher.cancel()
                 await self._end([call for s in self.servers for call in s.calls.values()], "cancel")
         finally:
@@ -361,10 +367,38 @@ class Fleet:
         for server in self.servers:
             await server.client.close()
 
-    async def _watch(self, index: int) -> None:
+    def join(self, index: int, client: ServerClient) -> None:
+        """One more server, which is ready. It serves once it has the current weights."""
+        server = Server(index, client)
+        self.servers.append(server)
+        self._begin_watch(server)
+
+    def _begin_watch(self, server: Server) -> None:
+        assert self._tasks
+        self._watchers[server.index] = self._tasks.create_task(self._watch(server), name=f"server-{server.index}")
+
+    async def leave(self, index: int) -> None:
+        """Do without a server from now on; its calls keep their tokens and go on elsewhere. Its process is left to the
+        caller, and that it takes no weights meanwhile (`WeightSync.leave`)."""
+        watcher = self._watchers.pop(index)
+        watcher.cancel()  # and a restart with it
+        try:
+            await asyncio.wait((watcher,))
+            await self.interrupt(self._at(index))
+        finally:
+            server = self._at(index)
+            self._bury(server, "it left")
+            self.servers.remove(server)
+            self._restarts.pop(index, None)
+            self._router.dispatch()
+        await server.client.close()
+
+    def _at(self, index: int) -> Server:
+        return next(server for server in self.servers if server.index == index)
+
+    async def _watch(self, server: Server) -> None:
         """Server after server at one index: bring it up, wait for its death, get another."""
         while True:
-            server = self.servers[index]
             try:
                 info = await server.client.info()
                 server.label, server.version = info.label, version_of(info.label, self._origin)
@@ -379,7 +413,8 @@ class Fleet:
             client = await self._revived(server)
             if client is None:
                 return
-            self.servers[index] = Server(index, client)
+            revived = Server(server.index, client)
+            self.servers[self.servers.index(server)] = server = revived
 
     async def _revived(self, server: Server) -> ServerClient | None:
         """The client of a dead server that is back; None when it is given up."""
@@ -387,9 +422,10 @@ class Fleet:
             await self._returned(server)
             return server.client
         limit = self._settings.restarts
-        while self._restarts[server.index] < limit:
-            self._restarts[server.index] += 1
-            log.warning("server %d: restart %d of %d", server.index, self._restarts[server.index], limit)
+        while (restarts := self._restarts.get(server.index, 0) + 1) <= limit:
+            self._restarts[server.index] = restarts
+            self._restarted += 1
+            log.warning("server %d: restart %d of %d", server.index, restarts, limit)
             try:
                 client = await self._restart(server.index)
             except (ProcessError, ServerError) as error:
@@ -398,7 +434,7 @@ class Fleet:
             if client is not server.client:
                 await server.client.close()
             return client
-        left = sum(s.state != "dead" or self._restarts[s.index] < limit for s in self.servers)
+        left = sum(s.state != "dead" or self._restarts.get(s.index, 0) < limit for s in self.servers)
         if not left:
             raise ProcessError(f"no server is left after servers.restarts={limit} restarts of each: {server.reason}")
         log.error("server %d is given up; the run goes on with %d of %d", server.index, left, len(self.servers))
@@ -429,7 +465,7 @@ class Fleet:
             cached_tokens=self._cached,
             interruptions=self._interruptions,
             failures=self._failures,
-            restarts=sum(self._restarts),
+            restarts=self._restarted,
             running=sum(len(s.calls) for s in self.servers),
             waiting=len(self._router.waiting),
             open=sum(s.state == "open" for s in self.servers),

@@ -105,12 +105,9 @@ class WeightSync:
         self._exported: int | None = None
         self._retracts = config.weights.interrupt == "retract"
         self._broadcasts: dict[int, Broadcast] = {}
-        if config.weights.transport == "group":
-            widths = [len(devices) for devices in config.placement.servers]
-            for server in fleet.servers if config.weights.rollout == "rolling" else fleet.servers[:1]:
-                self._broadcasts[server.index] = Broadcast(
-                    trainer, origin, host, backend, config.weights.timeout_s, widths
-                )
+        self._host = host
+        self._backend = backend
+        self._widths = [len(devices) for devices in config.placement.servers]
         fleet.sync = self.sync_server
 
     async def publish(self, version: int) -> PublishStats:
@@ -131,7 +128,7 @@ class WeightSync:
                 failed[server] = error
                 self._fleet.fail(server, str(error))
 
-            if not self._broadcasts:
+            if self._settings.transport == "disk":
                 await self._export(version)
             elif self._settings.rollout == "all":
                 await self._broadcast(servers).prepare(servers, fail)
@@ -154,7 +151,7 @@ class WeightSync:
             todo = [server for server in servers if server not in failed]
             for some in [[server] for server in todo] if self._settings.rollout == "rolling" else [todo]:
                 prepared = now()
-                if self._broadcasts:
+                if self._settings.transport == "group":
                     await asyncio.gather(*(self._fleet.interrupt(server) for server in some))
                     await self._broadcast(some).send(some, current.label, finish, fail)
                 else:
@@ -204,12 +201,19 @@ class WeightSync:
     async def catch_up(self) -> None:
         """Bring the servers up to date that came up while the ranks were on their way (see `sync_server`), where no
         publication follows."""
-        for server in self._fleet.servers:
+        for server in tuple(self._fleet.servers):
             if server.state == "starting" and server.up.is_set():
                 try:
                     await self.sync_server(server)
                 except ServerError as error:
                     self._fleet.fail(server, str(error))
+
+    async def leave(self, index: int) -> None:
+        """Take a server out of the fleet, between two publications."""
+        async with self._lock:
+            for broadcast in self._broadcasts.values():
+                await broadcast.leave_with(index)
+            await self._fleet.leave(index)
 
     async def close(self) -> None:
         """Leave the broadcast group, so that servers that run on can forget it."""
@@ -224,7 +228,12 @@ class WeightSync:
 
     def _broadcast(self, servers: Sequence[Server]) -> Broadcast:
         """The group of all servers; a rolling publication has a group of two for each."""
-        return self._broadcasts[servers[0].index if self._settings.rollout == "rolling" else 0]
+        key = servers[0].index if self._settings.rollout == "rolling" else 0
+        if key not in self._broadcasts:
+            self._broadcasts[key] = Broadcast(
+                self._trainer, self._origin, self._host, self._backend, self._settings.timeout_s, self._widths
+            )
+        return self._broadcasts[key]
 
     async def _finish(self, server: Server, current: Current) -> float:
         """Flush, verify, open; the log-prob gap. A load leaves old KV behind when something still ran; in a pause

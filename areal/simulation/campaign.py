@@ -64,7 +64,8 @@ ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a seed stands for. kills: seconds of each attempt after which the controller is killed; 0 lets it be."""
+    """What a seed stands for. kills: seconds of each attempt after which the controller is killed; 0 lets it be.
+    resizes: (seconds after the controller is up, servers it is to have from then on), in each attempt with faults."""
 
     seed: int
     settings: tuple[str, ...]
@@ -79,6 +80,7 @@ class Case:
     tasks: int
     faults: tuple[tuple[Fault, ...], ...]
     kills: tuple[float, ...]
+    resizes: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -159,7 +161,15 @@ def draw(seed: int) -> Case:
         kills=tuple(
             chance.uniform(0.5, 2 * span) if faulty and chance.random() < 0.4 else 0.0 for _ in range(ATTEMPTS - 1)
         ),
+        resizes=_resizes(random.Random(f"{seed} resizes"), span) if faulty else (),
     )
+
+
+def _resizes(chance: random.Random, span: float) -> tuple[tuple[float, int], ...]:
+    if chance.random() < 0.6:
+        return ()
+    times = sorted(chance.uniform(0, span) for _ in range(chance.randint(1, 4)))
+    return tuple((at, chance.randint(1, 5)) for at in times)
 
 
 def _faults(chance: random.Random, servers: int, span: float) -> tuple[Fault, ...]:
@@ -248,7 +258,14 @@ class Simulation:
         if self.case.tasks:
             tasks = [{"id": f"task {i}"} for i in range(self.case.tasks)]
         async with controller:
-            await controller.train(self._agent, tasks)
+            resizing = asyncio.create_task(self._resize(controller))
+            try:
+                await controller.train(self._agent, tasks)
+            finally:
+                resizing.cancel()
+                await asyncio.wait((resizing,))
+        if not resizing.cancelled() and (error := resizing.exception()):
+            raise error
         left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         if left:
             raise Violation(f"I7: tasks are left when the controller has ended: {left}")
@@ -278,16 +295,28 @@ class Simulation:
             await asyncio.sleep(case.tool_s * chance.expovariate(1.0))
         return LEAST_REWARD + episode.rng.choice([0.0, 0.25, 0.5])
 
+    async def _resize(self, controller: Controller) -> None:
+        """An operator who has servers join and leave."""
+        started = asyncio.get_running_loop().time()
+        for at, count in () if self._calm else self.case.resizes:
+            await asyncio.sleep(started + at - asyncio.get_running_loop().time())
+            before = len(controller.cluster.fleet.servers)
+            try:
+                await controller.change_servers(count=count)
+                self.outcome.happened["servers joined" if count > before else "servers left"] += count != before
+            except ProcessError:
+                self.outcome.happened["servers did not join"] += 1
+
     def _watch_abort(self, episode: Episode) -> None:
         """I8: the requests of a cancelled episode are aborted at once."""
         prompt = np.array(prompt_of(episode.group, episode.member, 0), np.int32)
-        for server, client in zip(self._world.servers, self._world.clients, strict=True):
-            for job in server.jobs:
+        for client in self._world.clients.values():
+            for job in client.server.jobs:
                 if np.array_equal(job.ids[:3], prompt) and not job.rid.endswith("-again"):
-                    asyncio.get_running_loop().call_later(ABORT_S, self._check_abort, server, client, job)
+                    asyncio.get_running_loop().call_later(ABORT_S, self._check_abort, client, job)
 
-    def _check_abort(self, server: Any, client: Any, job: Any) -> None:
-        if server.alive and job in server.jobs and not {job.rid, ""} & client.aborted:
+    def _check_abort(self, client: Any, job: Any) -> None:
+        if client.server.alive and job in client.server.jobs and not {job.rid, ""} & client.aborted:
             self._late.append(f"I8: request {job.rid} of a cancelled episode was not aborted within {ABORT_S} s")
 
     def _check_step(self, request: Any, weights: Weights) -> None:
@@ -343,7 +372,9 @@ class Simulation:
         self.outcome.episodes = state.finished
         for reason, count in state.dropped.items():
             self.outcome.happened[f"dropped: {reason}"] += count
-        self.outcome.happened["retractions"] += sum(server.retractions for server in self._world.servers)
+        self.outcome.happened["retractions"] += sum(
+            client.server.retractions for client in self._world.clients.values()
+        )
 
     def _waits(self) -> str:
         return "; ".join(self._controller.scheduler.describe()) if self._controller else "its start"

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from areal.agents.template import Template
 from areal.config import Config
-from areal.errors import ProcessError
+from areal.errors import ConfigError, ProcessError
 from areal.simulation.client import Rendezvous, SimulatedClient
 from areal.simulation.server import VOCAB, SimulatedServer, Speed
 from areal.simulation.trainer import SimulatedTrainer
@@ -54,8 +54,7 @@ class World:
     groups_of: Callable[[FlatBatch], tuple[int, ...]]
     check: Callable[[TrainRequest, Weights], None] = lambda request, weights: None
     happened: Counter[str] = field(default_factory=Counter)
-    servers: list[SimulatedServer] = field(default_factory=list)
-    clients: list[SimulatedClient] = field(default_factory=list)
+    clients: dict[int, SimulatedClient] = field(default_factory=dict)
     trainer: SimulatedTrainer | None = None
 
     def workers(self, config: Config) -> SimulatedWorkers:
@@ -94,13 +93,11 @@ class SimulatedWorkers:
         self._attempt = attempt
         await asyncio.sleep(world.speed.start_s)
         trainer = self._trainer(version, self._weights)
-        world.servers, world.clients = [], []
+        world.clients = {}
         for index in range(self._config.servers.count):
-            server, client = self._server(index)
-            world.servers.append(server)
-            world.clients.append(client)
+            self._new_server(index)
         self._fate = asyncio.create_task(self._suffer(), name="faults")
-        return trainer, list(world.clients)
+        return trainer, list(world.clients.values())
 
     def _trainer(self, version: int, weights: Weights) -> SimulatedTrainer:
         world = self._world
@@ -121,27 +118,36 @@ class SimulatedWorkers:
         await asyncio.sleep(self._world.speed.start_s)
         return self._trainer(version, Weights.read(checkpoint) if checkpoint else Weights())
 
-    async def restart_server(self, index: int) -> ServerClient:
+    def grow(self, config: Config) -> None:
+        pass
+
+    async def start_server(self, index: int) -> ServerClient:
         world = self._world
-        world.servers[index].crash("it was ended")
+        await self.stop_server(index)
         await asyncio.sleep(world.speed.start_s)
         if self._no_restart:
             self._no_restart -= 1
             raise ProcessError(f"server {index} did not start")
-        world.servers[index], world.clients[index] = self._server(index)
-        return world.clients[index]
+        return self._new_server(index)
+
+    async def connect(self, url: str) -> ServerClient:
+        raise ConfigError(f"{url}: a simulated run has no servers of somebody else")
+
+    async def stop_server(self, index: int) -> None:
+        if client := self._world.clients.get(index):
+            client.server.crash("it was ended")
 
     async def server_exited(self, index: int) -> str:
-        return await asyncio.shield(self._world.servers[index].exited)
+        return await asyncio.shield(self._world.clients[index].server.exited)
 
     async def close(self) -> None:
         if self._fate:
             self._fate.cancel()
             await asyncio.wait([self._fate])
-        for server in self._world.servers:
-            server.crash("the run is over")
+        for client in self._world.clients.values():
+            client.server.crash("the run is over")
 
-    def _server(self, index: int) -> tuple[SimulatedServer, SimulatedClient]:
+    def _new_server(self, index: int) -> SimulatedClient:
         world = self._world
         server = SimulatedServer(
             index,
@@ -153,7 +159,8 @@ class SimulatedWorkers:
             length=self._random,
             mean_length=world.mean_length,
         )
-        return server, SimulatedClient(server, self._groups, self._random, self._timeout_s)
+        client = world.clients[index] = SimulatedClient(server, self._groups, self._random, self._timeout_s)
+        return client
 
     async def _suffer(self) -> None:
         start = asyncio.get_running_loop().time()
@@ -165,7 +172,7 @@ class SimulatedWorkers:
         await asyncio.sleep(max(0.0, when - asyncio.get_running_loop().time()))
         world, kind = self._world, fault.kind
         world.happened[kind] += 1
-        server = world.servers[fault.server % len(world.servers)]
+        server = list(world.clients.values())[fault.server % len(world.clients)].server
         assert world.trainer
         trouble = world.trainer.trouble
         match kind:

@@ -101,8 +101,8 @@ class LocalWorkers:
         async with asyncio.TaskGroup() as starting:
             tokenizer = starting.create_task(asyncio.to_thread(load_tokenizer, self._model))
             trainer = starting.create_task(self._start_trainer(checkpoint))
-            servers = [starting.create_task(self._connect(url)) for url in self._config.servers.urls] or [
-                starting.create_task(self._start_server(i)) for i in range(self._config.servers.count)
+            servers = [starting.create_task(self.connect(url)) for url in self._config.servers.urls] or [
+                starting.create_task(self.start_server(i)) for i in range(self._config.servers.count)
             ]
         self.template = Template(tokenizer.result(), self._config.model.template_args)
         self.stop_ids = end_tokens(self._model, tokenizer.result())
@@ -116,9 +116,12 @@ class LocalWorkers:
         self._version = version
         return await self._start_trainer(checkpoint)
 
-    async def restart_server(self, index: int) -> ServerClient:
-        await self._children[index].stop(grace_s=1.0)
-        return await self._start_server(index)
+    def grow(self, config: Config) -> None:
+        self._placement = place(config)
+
+    async def stop_server(self, index: int) -> None:
+        if child := self._children.pop(index, None):
+            await child.stop(STOP_S)
 
     async def server_exited(self, index: int) -> str:
         child = self._children[index]
@@ -139,7 +142,8 @@ class LocalWorkers:
         self._stack.push_async_callback(trainer.close)
         return trainer
 
-    async def _start_server(self, index: int) -> ServerClient:
+    async def start_server(self, index: int) -> ServerClient:
+        await self.stop_server(index)
         config = self._config.servers
         port = config.port + index if config.port else free_port()
         key = secrets.token_urlsafe(32)  # a new one each time: it is sent to whatever listens on the port
@@ -158,7 +162,7 @@ class LocalWorkers:
         await asyncio.to_thread(check_owner, port)
         return client
 
-    async def _connect(self, url: str) -> ServerClient:
+    async def connect(self, url: str) -> ServerClient:
         client = self._client(url, os.environ.get(SERVER_KEY, ""))
         if not await client.healthy():
             raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal.agents.template import Template
+from areal.config import Config
 from areal.types import Floats, Generation, Ints, Sampling, TensorSpec, TrainRequest, TrainStats
 
 
@@ -168,8 +169,20 @@ class Workers(Protocol):
         """End what is left of the ranks and start them again, as `start` does. Raises TrainerError."""
         ...
 
-    async def restart_server(self, index: int) -> ServerClient:
-        """End what is left of a server, start it again, and return once it is ready. Raises ProcessError."""
+    def grow(self, config: Config) -> None:
+        """Take the placement of more servers than there were. Raises ConfigError when they do not fit. Blocks."""
+        ...
+
+    async def start_server(self, index: int) -> ServerClient:
+        """End what is left of a server that ran before, start it, return once it is ready. Raises ProcessError."""
+        ...
+
+    async def connect(self, url: str) -> ServerClient:
+        """A server that somebody else runs. Raises ConfigError when it is not there or not the right one."""
+        ...
+
+    async def stop_server(self, index: int) -> None:
+        """End the process of a server; nothing for one that somebody else runs. Raises ProcessError."""
         ...
 
     async def server_exited(self, index: int) -> str:

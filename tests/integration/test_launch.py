@@ -65,16 +65,34 @@ def tree(root: int) -> list[psutil.Process]:
     return [top, *top.children(recursive=True)]
 
 
+def listener(server: Server) -> int:
+    """The process that answers HTTP."""
+    port = int(server.url.rpartition(":")[2])
+    return next(c.pid for c in psutil.net_connections("tcp4") if c.status == "LISTEN" and c.laddr.port == port)
+
+
 def gone(processes: list[psutil.Process], seconds: float) -> None:
     _, left = psutil.wait_procs(processes, timeout=seconds)
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE], f"{left} still run after {seconds} s"
 
 
+def test_a_server_without_requests_leaves_the_cores_to_others(sglang_server: Server) -> None:
+    """SGLang's scheduler polls without a pause unless it is told to sleep."""
+    generate(sglang_server, max_new_tokens=1)
+    time.sleep(1)
+    (scheduler,) = (p for p in tree(listener(sglang_server)) if "scheduler" in p.name())
+
+    def spent() -> float:
+        return sum(scheduler.cpu_times()[:2])
+
+    before = spent()
+    time.sleep(3)
+    assert spent() - before < 0.3
+
+
 def test_a_server_whose_scheduler_dies_ends_and_is_replaced(server_slot: ServerSlot, tiny_qwen3: Path) -> None:
     server = server_slot.serve(tiny_qwen3)
-    port = int(server.url.rpartition(":")[2])
-    main = next(c.pid for c in psutil.net_connections("tcp4") if c.status == "LISTEN" and c.laddr.port == port)
-    processes = tree(main)
+    processes = tree(listener(server))
     scheduler = next(p for p in processes if "scheduler" in p.name())
     scheduler.kill()
     gone(processes, 10)

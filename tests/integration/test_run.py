@@ -205,6 +205,47 @@ async def test_two_servers_take_versions_one_after_the_other(tiny_qwen3: Path, t
 
 
 @pytest.mark.timeout(300)
+async def test_servers_join_and_leave_by_the_file(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """A second real SGLang joins, at the current version; then one leaves, and its process with it."""
+    changes = {"train.steps": 1000, "checkpoint.every": 0}
+    async with Controller(config(tiny_qwen3, tmp_path, **changes)) as controller:
+        train = asyncio.create_task(controller.train(two_turns, tasks(8)))
+        fleet, file = controller.cluster.fleet, controller.folder.path / "servers.toml"
+
+        async def until_open(urls: set[str], tokens: int) -> None:
+            """Exactly these serve, and have given that many more tokens."""
+            tokens += fleet.stats().tokens
+            async with asyncio.timeout(120):
+                while {
+                    s.client.url for s in fleet.servers if s.state == "open"
+                } != urls or fleet.stats().tokens < tokens:
+                    assert not train.done()
+                    await asyncio.sleep(0.05)
+
+        (first,) = fleet.servers
+        assert file.read_text().endswith("count = 1\n")
+        file.write_text("count = 2\n")
+        async with asyncio.timeout(120):
+            while len(fleet.servers) < 2:
+                await asyncio.sleep(0.05)
+        second = fleet.servers[1]
+        await until_open({first.client.url, second.client.url}, 1000)
+        assert second.version is not None
+        assert second.version > 0, "it began at version 0 of the model's folder"
+        child = controller.cluster.workers._children[1]
+        file.write_text("count = 1\n")
+        await until_open({first.client.url}, 1000)
+        async with asyncio.timeout(10):
+            assert await child.wait() is not None
+        stats, state = fleet.stats(), controller.scheduler.state
+        train.cancel()
+        await asyncio.wait((train,))
+    assert stats.failures == stats.restarts == 0
+    assert state.dropped == {}
+    assert state.trained >= 4 * 4
+
+
+@pytest.mark.timeout(300)
 async def test_a_server_that_hangs_is_replaced(tiny_qwen3: Path, tmp_path: Path) -> None:
     """SIGSTOP to all of the server's processes: its calls go on at another one, with the tokens that they had."""
     changes = {"train.steps": 4, "servers.request_timeout_s": 10, "weights.timeout_s": 20}

@@ -44,6 +44,7 @@ def test_a_few_hundred_seeds() -> None:
     failed, happened = campaign(range(1000, 1000 + SEEDS))
     assert not failed, [(outcome.seed, outcome.violation) for outcome in failed]
     kinds = [*SERVER_FAULTS, *TRAINER_FAULTS, "controller killed", "agent failed", "agent hung", "call recalled"]
+    kinds += ["servers joined", "servers left"]
     assert not [kind for kind in kinds if not happened[kind]], "a fault that never happened was not tested"
     assert happened["steps"] > 3 * SEEDS
     assert happened["retractions"]

@@ -96,6 +96,7 @@ def command(config: Config, *, model_path: Path | str, label: str, port: int, de
         *(str(part) for flag in flags.items() for part in flag),
         "--skip-tokenizer-init",  # token ids in, token ids out: nothing is decoded
         "--skip-server-warmup",
+        "--sleep-on-idle",  # else a server without requests takes a whole core
         *servers.args,
     ]
 

@@ -1,0 +1,326 @@
+"""Servers join and leave while calls and publications run: over real HTTP, token by token, and on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from areal.config import Config
+from areal.controller import broadcast as broadcast_module
+from areal.controller import fleet as fleet_module
+from areal.controller import membership as membership_module
+from areal.controller import server as server_module
+from areal.controller.cluster import Cluster
+from areal.controller.fleet import Fleet
+from areal.controller.membership import Membership
+from areal.controller.weights import WeightSync, probe_ids
+from areal.errors import ConfigError, ProcessError
+from areal.types import Completion, Sampling
+from areal.workers.protocols import ServerClient
+from areal.workers.rollout.client import SGLangClient
+from tests.fake_server import EOS, ORIGIN, VOCAB, FakeServer, FakeTrainer, check
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "group"])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "HEALTH_S", 0.05)
+    monkeypatch.setattr(server_module, "HEALTH_S", 0.1)
+    monkeypatch.setattr(server_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(broadcast_module, "GRACE_S", 0.5)
+    monkeypatch.setattr(membership_module, "PERIOD_S", 0.02)
+
+
+class Machine:
+    """The `Workers` that membership asks: servers on this machine by number, and those of somebody else by URL."""
+
+    def __init__(self, places: int) -> None:
+        self.servers: dict[int, FakeServer] = {}
+        self.broken: set[int] = set()
+        self.places = places
+        self.slow = asyncio.Event()
+        self.slow.set()
+
+    def grow(self, config: Config) -> None:
+        if config.servers.count > self.places:
+            raise ConfigError(f"servers.count={config.servers.count}: there are {self.places} places")
+        self.grown = config.servers.count
+
+    async def start_server(self, index: int) -> ServerClient:
+        await self.stop_server(index)
+        await self.slow.wait()
+        if index in self.broken:
+            raise ProcessError(f"server {index} ended with code 1")
+        self.servers[index] = server = FakeServer(token_s=0.002)
+        await server.start()
+        return await self.connect(server.url)
+
+    async def stop_server(self, index: int) -> None:
+        if server := self.servers.pop(index, None):
+            await server.stop()
+
+    async def connect(self, url: str) -> ServerClient:
+        client = SGLangClient(url, origin=ORIGIN, vocab_size=VOCAB, timeout_s=5.0)
+        if not await client.healthy():
+            await client.close()
+            raise ConfigError(f"{url} does not answer")
+        return client
+
+
+class Run(SimpleNamespace):
+    fleet: Fleet
+    weights: WeightSync
+    trainer: FakeTrainer
+    machine: Machine
+    members: Membership
+    file: Path
+
+    async def publish(self, version: int) -> None:
+        self.trainer.version = version
+        stats = await self.weights.publish(version)
+        assert (stats.version, stats.servers, stats.failed) == (version, len(self.fleet.servers), ())
+
+    def calls(self, number: int, tokens: int) -> list[asyncio.Task[Completion]]:
+        return [asyncio.create_task(self._call(i, tokens)) for i in range(number)]
+
+    async def _call(self, i: int, tokens: int) -> Completion:
+        return await self.fleet.generate(np.array([i, i], np.int32), Sampling(tokens), key=i)
+
+    def indices(self) -> list[int]:
+        return [server.index for server in self.fleet.servers]
+
+    async def all_open(self) -> None:
+        await until(lambda: all(server.state == "open" for server in self.fleet.servers))
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, *settings: str, urls: Sequence[str] = (), count: int = 1, places: int = 4
+) -> AsyncIterator[Run]:
+    """A fleet with publisher and membership, at version 0."""
+    machine = Machine(places)
+    whose = [f"servers.urls={list(urls)}"] if urls else [f"servers.count={count}"]
+    config = Config.load(["weights.timeout_s=5.0", *whose, *settings])
+    starts = [machine.connect(url) for url in urls] or [machine.start_server(index) for index in range(count)]
+    clients = await asyncio.gather(*starts)
+    fleet = Fleet(
+        config, clients, origin=ORIGIN, stop_ids=[EOS], restart=None if urls else machine.start_server, exited=None
+    )
+    trainer = FakeTrainer()
+    weights = WeightSync(
+        config, fleet, trainer, folder, origin=ORIGIN, probe=probe_ids(VOCAB), held=lambda: trainer.version
+    )
+    cluster = cast(Cluster, SimpleNamespace(fleet=fleet, weights=weights, workers=machine))
+    members = Membership(config, cluster, folder / "servers.toml")
+    members.write()
+    tasks = [asyncio.create_task(fleet.run())]
+    try:
+        run = Run(
+            fleet=fleet,
+            weights=weights,
+            trainer=trainer,
+            machine=machine,
+            members=members,
+            file=folder / "servers.toml",
+        )
+        await run.publish(0)
+        tasks.append(asyncio.create_task(members.run()))
+        yield run
+    finally:
+        for task in tasks[1:]:
+            task.cancel()
+        async with asyncio.timeout(3):
+            await fleet.close()
+            for task in tasks:
+                with suppress(asyncio.CancelledError):
+                    await task
+        for index in list(machine.servers):
+            await machine.stop_server(index)
+    assert fleet.stats().running == fleet.stats().waiting == 0
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("rollout", ["all", "rolling"])
+async def test_servers_join_at_the_current_version_and_leave_without_losing_a_token(
+    tmp_path: Path, transport: str, rollout: str
+) -> None:
+    settings = f"weights.transport={transport}", f"weights.rollout={rollout}"
+    async with running(tmp_path, *settings) as run:
+        calls = run.calls(8, 150)
+        await asyncio.sleep(0.02)
+        await run.publish(1)
+        await run.members.change({"count": 3})
+        await run.all_open()
+        assert run.indices() == [0, 1, 2]
+        assert run.machine.grown == 3
+        assert {server.label for server in run.machine.servers.values()} == {"run.0:1"}
+        await run.publish(2)
+        calls += run.calls(8, 100)
+        await until(lambda: all(server.calls for server in run.fleet.servers))
+        gone = run.machine.servers[2]
+        await run.members.change({"count": 1})
+        assert run.indices() == [0]
+        assert list(run.machine.servers) == [0]
+        assert not gone.running
+        assert gone.groups == {}, "it was not told to forget the group"
+        await run.publish(3)
+        for i, call in enumerate(calls):
+            completion = await call
+            versions = check(completion, [i % 8, i % 8], 150 if i < 8 else 100)
+            assert versions == sorted(versions)
+        assert run.fleet.stats().failures == run.fleet.stats().restarts == 0
+        assert run.fleet.lowest_version() == 3
+
+
+async def test_the_file_is_watched_and_each_kind_of_nonsense_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "areal")
+    async with running(tmp_path, places=2) as run:
+        assert run.file.read_text().splitlines()[-1] == "count = 1"
+
+        async def refused(content: str, *words: str) -> None:
+            caplog.clear()
+            run.file.write_text(content)
+            await until(lambda: any(record.levelname == "ERROR" for record in caplog.records))
+            text = caplog.text
+            assert all(word in text for word in ("servers.toml", *words)), text
+            assert run.indices() == [0]
+
+        await refused("count = 0\n", "servers.count=0 (servers.toml)", "greater than or equal to 1")
+        await refused("count = true\n", "servers.count=True")
+        await refused('count = "2"\n', "servers.count='2'")
+        await refused("count = \n", "not TOML")
+        await refused("", "nothing is given", "count = 2")
+        await refused("number = 2\n", "number = 2 is given", "count = 2")
+        await refused('urls = ["http://127.0.0.1:1"]\n', "starts its servers itself")
+        await refused("count = 3\n", "servers.count=3: there are 2 places")
+        run.file.unlink()
+        await refused("count = 4\n", "there are 2 places")
+        run.file.write_text("count = 2\n")
+        await until(lambda: run.indices() == [0, 1])
+        await run.all_open()
+        run.file.write_text("count = 1\n")
+        await until(lambda: run.indices() == [0])
+        assert "server 1 has left" in caplog.text
+
+
+async def test_a_file_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path) as run:
+        run.file.unlink()
+        await until(lambda: caplog.records)
+        await asyncio.sleep(0.2)
+        assert caplog.text.count("No such file") == 1
+        assert run.indices() == [0]
+
+
+async def test_a_server_that_does_not_start_leaves_the_others(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        run.machine.broken.add(1)
+        with pytest.raises(ProcessError, match="server 1 ended with code 1"):
+            await run.members.change({"count": 3})
+        assert run.indices() == [0, 2], "one came up"
+        run.machine.broken.clear()
+        await run.members.change({"count": 3})
+        assert sorted(run.indices()) == [0, 1, 2]
+        await run.all_open()
+
+
+async def test_the_dead_leave_first(tmp_path: Path) -> None:
+    async with running(tmp_path, "servers.restarts=0", count=2) as run:
+        await run.machine.servers[0].stop()
+        await until(lambda: run.fleet.servers[0].state == "dead")
+        await run.members.change({"count": 1})
+        assert run.indices() == [1]
+        call = run.calls(1, 20)[0]
+        assert check(await call, [0, 0], 20) == [0] * 20
+        await run.members.change({"count": 2})
+        assert sorted(run.indices()) == [0, 1]
+        await run.all_open()
+
+
+async def test_a_server_that_is_being_started_again_can_leave(tmp_path: Path) -> None:
+    async with running(tmp_path, count=2) as run:
+        run.machine.slow.clear()
+        await run.machine.servers[1].stop()
+        await until(lambda: run.fleet.stats().restarts == 1)
+        await run.members.change({"count": 1})
+        assert run.indices() == [0]
+        run.machine.slow.set()
+        await asyncio.sleep(0.1)
+        assert list(run.machine.servers) == [0], "its restart went on"
+        await run.publish(1)
+
+
+async def test_places_that_the_settings_name_are_the_most_there_can_be(tmp_path: Path) -> None:
+    async with running(tmp_path, "placement.servers=[[0], [1]]", count=2) as run:
+        await run.members.change({"count": 1})
+        assert run.indices() == [0]
+        await run.members.change({"count": 2})
+        assert run.indices() == [0, 1]
+        with pytest.raises(
+            ConfigError, match=r"placement.servers=.* places 2 servers, servers.count=3 \(servers.toml\)"
+        ):
+            await run.members.change({"count": 3})
+
+
+@TRANSPORTS
+async def test_servers_of_somebody_else(tmp_path: Path, transport: str) -> None:
+    theirs = [FakeServer("theirs", token_s=0.002) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(server) for server in theirs]
+        run = await stack.enter_async_context(running(tmp_path, f"weights.transport={transport}", urls=[first.url]))
+        calls = run.calls(4, 150)
+        await until(lambda: first.running)
+        await run.members.change({"urls": [first.url, second.url + "/"]})
+        await run.all_open()
+        assert second.label == "run.0:0"
+        with pytest.raises(ConfigError, match="does not answer"):
+            await run.members.change({"urls": ["http://127.0.0.1:1"]})
+        with pytest.raises(ConfigError, match="has servers that somebody else runs"):
+            await run.members.change({"count": 1})
+        with pytest.raises(ConfigError, match="urls = "):
+            await run.members.change({"urls": []})
+        assert len(run.fleet.servers) == 2
+        await run.members.change({"urls": [second.url]})
+        assert [server.client.url for server in run.fleet.servers] == [second.url]
+        assert not first.running
+        await run.publish(1)
+        assert (first.label, second.label) == ("run.0:0", "run.0:1")
+        for i, call in enumerate(calls):
+            check(await call, [i, i], 150)
+
+
+async def test_changes_while_versions_are_published(tmp_path: Path) -> None:
+    """Neither waits for the other for ever, and every token is of the version that its server said."""
+    async with running(tmp_path, "weights.transport=group") as run:
+        calls = run.calls(12, 400)
+
+        async def publications() -> None:
+            for version in range(1, 7):
+                run.trainer.version = version
+                await run.weights.publish(version)
+                await asyncio.sleep(0.05)
+
+        publishing = asyncio.create_task(publications())
+        for count in (3, 2, 4, 1, 2):
+            await run.members.change({"count": count})
+        await publishing
+        for i, call in enumerate(calls):
+            check(await call, [i, i], 400)
+        assert run.fleet.stats().failures == 0

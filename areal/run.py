@@ -18,6 +18,7 @@ event loop is running.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import re
@@ -53,6 +54,8 @@ SUMMARY_KEYS = (
 """Keys that summary.json always has, null where the run does not know. `groups` has `admitted`, `trained`, `dropped`
 (reason -> count) and `open`; success and greedy are shares of evaluation tasks, sampled and greedy."""
 
+LOCK = ".areal-lock"
+"""Held by the process that a folder of weights belongs to."""
 CURVE_WINDOW = 5
 """Steps over which the drawn reward is averaged."""
 
@@ -64,15 +67,29 @@ def weights_folder(config: Config, run: Path, origin: str) -> Path:
     return (Path(chosen, f"{origin}-{os.getpid()}") if chosen else run / "weights").absolute()
 
 
-def make_private(folder: Path) -> None:
-    """Make a new folder that only this user can enter; one of that name is deleted. Raises ConfigError when it cannot
-    be, or belongs to somebody else: who made it could read and change what is written there."""
+def take_folder(folder: Path) -> int:
+    """Make a new folder that only this user can enter, held until the descriptor that is returned is closed.
+
+    One of that name is deleted, and so are its neighbours that killed processes left: on a tmpfs they fill the memory.
+    Raises ConfigError when it cannot be made, or belongs to somebody else: who made it could read and change what is
+    written there.
+    """
     shutil.rmtree(folder, ignore_errors=True)
+    for lock in folder.parent.glob(f"*/{LOCK}"):
+        with suppress(OSError), lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+            shutil.rmtree(lock.parent, ignore_errors=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
+        unlocked = folder / f"{LOCK}-new"
+        descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY, 0o600)
+        with suppress(OSError):  # a file system without locks: there, what is left stays
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            unlocked.rename(folder / LOCK)  # nobody sees it before it is locked
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set weights.folder to another") from None
+    return descriptor
 
 
 class RunFolder:

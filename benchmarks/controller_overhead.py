@@ -30,7 +30,8 @@ from aiohttp import web
 from areal.agents.episode import Episode
 from areal.agents.template import Template
 from areal.config import Config
-from areal.controller.fleet import Fleet, random_rids
+from areal.controller.calls import random_rids
+from areal.controller.fleet import Fleet
 from areal.types import Ints, Sampling
 from areal.workers.process import Child, free_port
 from areal.workers.rollout.client import SGLangClient, open_session

@@ -1,7 +1,11 @@
 import json
 import os
 import stat
+import subprocess
+import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ from PIL import Image
 
 from areal.config import Config
 from areal.errors import ConfigError
-from areal.run import SUMMARY_KEYS, RunFolder
+from areal.run import SUMMARY_KEYS, RunFolder, take_folder
 
 
 def make(tmp_path, **settings) -> RunFolder:
@@ -114,3 +118,44 @@ def test_the_curve_shows_the_rewards_of_the_file(tmp_path):
     assert np.ptp(np.nonzero(blue)[1]) > 400
     assert green.sum() > 200
     assert folder._rewards() == {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0}
+
+
+HOLDER = """
+    import sys, time
+    from pathlib import Path
+    from areal.run import take_folder
+
+    lock = take_folder(Path(sys.argv[1]))
+    Path(sys.argv[1], "version-3").mkdir()
+    print("taken", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_folders_of_weights_that_killed_processes_left_are_deleted(tmp_path: Path) -> None:
+    """Those of processes that live stay, and so does all that is not such a folder."""
+    (tmp_path / "somebody" / "version-1").mkdir(parents=True)
+    holders = []
+    for name in ("run-0001.0-1", "run-0002.0-2"):
+        command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path / name)]
+        holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        holders.append(holder)
+        assert holder.stdout
+        assert holder.stdout.readline() == "taken\n"
+    try:
+        holders[0].kill()
+        holders[0].wait()
+        os.close(take_folder(tmp_path / "run-0001.1-3"))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0001.1-3", "run-0002.0-2", "somebody"]
+        assert (tmp_path / "run-0001.1-3").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "run-0002.0-2" / "version-3").is_dir()
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def test_a_folder_of_weights_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot make the folder .*: File exists; set weights.folder to another"):
+        take_folder(tmp_path / "file" / "run")

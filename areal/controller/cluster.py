@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -16,7 +17,7 @@ from areal.config import Config
 from areal.controller.fleet import Fleet
 from areal.controller.weights import WeightSync, probe_ids
 from areal.errors import root_cause
-from areal.run import make_private, weights_folder
+from areal.run import take_folder, weights_folder
 from areal.types import Sampling
 from areal.workers.protocols import TrainerClient, Workers
 
@@ -63,8 +64,8 @@ class Cluster:
         workers, version = self.workers, self.held
         assert version is not None
         folder = weights_folder(self.config, self.folder, self.origin)
-        await asyncio.to_thread(make_private, folder)
         async with AsyncExitStack() as stack:
+            stack.callback(os.close, await asyncio.to_thread(take_folder, folder))
             stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             stack.push_async_callback(workers.close)
             self.trainer, servers = await workers.start(self.folder, self._attempt, version, self._checkpoint)

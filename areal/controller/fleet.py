@@ -1,4 +1,4 @@
-"""The servers as one: routing, interruption, restarts, and the version that each server holds.
+"""The servers as one: calls, gates, restarts, and the version that each server holds.
 
     fleet = Fleet(config, clients, origin="search.0", stop_ids=eos_ids, restart=launcher.restart,
                   exited=launcher.exited, on_serving=scheduler.serving, rids=random_rids("0.0"))
@@ -7,38 +7,26 @@
     fleet.waits()                       # lines for the watchdog
     await fleet.close()
 
-`generate` is one call to its caller. Below it is a row of pieces, each a `/generate` of one server under its own rid:
-a piece that ends early (new weights, a time-out, a lost server) leaves its tokens, and the next goes on from there on
-any open server. A piece that waits for a server stands in line, for servers.request_timeout_s at most.
-
-Invariants: a token's version comes from the server's answer (I6). Every wait has a deadline (I7). Cancelling the
-caller releases it at once and posts the abort; the place counts as taken until the server has answered (I8). A call
-whose pieces fail MAX_FAILURES times in a row is a ServerError, and never makes up a result (I9).
+The way of one call, across interruptions and lost servers, is in `calls.py`; which server it goes to, in `router.py`.
+Every wait has a deadline (I7).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from areal.config import Config
+from areal.controller.calls import Calls, random_rids
 from areal.controller.router import Router
-from areal.controller.server import HEALTH_S, Call, End, Server
-from areal.errors import ArealError, ProcessError, ServerError, ServerLost, ServerRefused
-from areal.types import Completion, Finish, Generation, Ints, Sampling
+from areal.controller.server import HEALTH_S, Server
+from areal.errors import ProcessError, ServerError, ServerLost, ServerRefused
 from areal.workers.protocols import ServerClient
 from areal.workers.rollout.client import version_of
 
-ABORT_GRACE_S = 0.5
-"""Seconds an aborted request has to come back before its socket is closed. Halfway the abort is posted again: the
-first one does nothing when it overtook its request."""
-MAX_FAILURES = 3
 CLOSE_S = 5.0
 
 log = logging.getLogger("areal")
@@ -62,12 +50,6 @@ class FleetStats:
     waiting: int
     open: int
     still_s: float
-
-
-def random_rids(seed: str) -> Callable[[], str]:
-    """Request ids of 32 hexadecimal digits, so that none is a prefix of another. Give each attempt its own seed."""
-    draw = random.Random(seed).getrandbits
-    return lambda: f"{draw(128):032x}"
 
 
 class Fleet:
@@ -96,166 +78,28 @@ class Fleet:
         """Brings a server that came up to the current weights and opens it (`WeightSync` puts itself here)."""
         self._settings = config.servers
         self._origin = origin
-        self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._restart = restart
         self._exited = exited
         self._on_serving = on_serving
-        self._rids = rids or random_rids(origin)
         self._tasks: asyncio.TaskGroup | None = None
         self._started = asyncio.Event()
         self._closing = asyncio.Event()
         self._finished = asyncio.Event()
         self._router = Router(self.servers)
+        self._calls = Calls(
+            self._router,
+            rids or random_rids(origin),
+            timeout_s=config.servers.request_timeout_s,
+            stop_ids=stop_ids,
+            fail=self.fail,
+        )
+        self.generate = self._calls.generate
         self._lowest: int | None = None
         self._restarts: dict[int, int] = {}
         self._restarted = 0
         self._watchers: dict[int, asyncio.Task[None]] = {}
         self._still_since: dict[Server, float] = {}
         self._still_s = 0.0
-        self._requests = self._tokens = self._cached = self._interruptions = self._failures = 0
-
-    # -- a call
-
-    async def generate(self, input_ids: Ints, sampling: Sampling, *, key: Hashable) -> Completion:
-        """Sample from input_ids [P], across interruptions, as one completion.
-
-        Calls with the same `key` go where their prefix is cached. Raises ServerError when MAX_FAILURES pieces in a
-        row failed, or when no server could be had for servers.request_timeout_s; EpisodeError for a wrong prompt.
-        """
-        pieces: list[Generation] = []
-        ids, left = input_ids, sampling.max_new_tokens
-        interruptions = failures = 0
-        avoid: Server | None = None
-        while True:
-            call = Call(key, self._rids(), asyncio.get_running_loop().time(), avoid)
-            piece = await self._piece(call, ids, sampling if not pieces else replace(sampling, max_new_tokens=left))
-            avoid = None if call.end == "interrupt" else call.server
-            if isinstance(piece, Generation):
-                finish: Finish = piece.finish
-                if finish == "abort":
-                    piece, finish = self._aborted(piece, sampling, left)
-                if len(piece.output_ids):
-                    failures = 0
-                    pieces.append(piece)
-                    left -= len(piece.output_ids)
-                if finish != "abort":
-                    return _stitch(input_ids, pieces, finish, interruptions)
-                ids = np.concatenate((ids, piece.output_ids))
-            elif call.end != "interrupt":
-                failures += 1
-                self._failures += 1
-                if failures == MAX_FAILURES:
-                    raise ServerError(f"{failures} requests of one call failed, the last one: {piece}") from piece
-                continue
-            interruptions += 1
-            self._interruptions += 1
-
-    def _aborted(self, piece: Generation, sampling: Sampling, left: int) -> tuple[Generation, Finish]:
-        """How an aborted piece counts: SGLang looks for an abort before it looks for an end token or the length."""
-        if not sampling.ignore_eos:
-            ends = np.isin(piece.output_ids, (*self._stop_ids, *sampling.stop_token_ids))
-            if ends.any():
-                n = int(ends.argmax()) + 1
-                kept = (piece.output_ids[:n], piece.logprobs[:n], piece.versions[:n])
-                return Generation(*kept, "stop", piece.cached_tokens), "stop"
-        return piece, "length" if len(piece.output_ids) >= left else "abort"
-
-    async def _piece(self, call: Call, ids: Ints, sampling: Sampling) -> Generation | ServerError:
-        """One /generate, from its place in line to its end. What a server did wrong is returned, not raised."""
-        timeout = self._settings.request_timeout_s
-        server = self._router.place(call) or await self._router.wait(call, timeout)
-        assert self._tasks
-        call.answer = asyncio.get_running_loop().create_future()
-        call.task = self._tasks.create_task(self._post(call, server, ids, sampling))
-        try:
-            piece = await call.answer
-        except asyncio.CancelledError:
-            self._end_later([call], "cancel")
-            raise
-        url = server.client.url
-        if piece is None:  # its socket was closed
-            if call.end == "timeout" and server.answered < call.since:
-                self.fail(server, f"{url} answered nothing for {timeout:g} s")
-            return ServerLost(server.reason if server.state == "dead" else f"{url}: no answer, not even to an abort")
-        if isinstance(piece, Generation):
-            if not len(piece.output_ids) and call.end != "interrupt":
-                why = f"within {timeout:g} s" if call.end else "but an abort that nobody asked for"
-                return ServerLost(f"{url}: no tokens {why}")
-            return piece
-        if isinstance(piece, ServerError):
-            return piece
-        raise piece  # the prompt is to blame
-
-    async def _post(self, call: Call, server: Server, ids: Ints, sampling: Sampling) -> None:
-        self._requests += 1
-        answer: Generation | ArealError | None = None
-        try:
-            piece = await server.client.generate(call.rid, ids, sampling)
-            if not server.settled.is_set():
-                await server.settled.wait()
-            answer = piece
-            server.answered = asyncio.get_running_loop().time()
-            self._tokens += len(piece.output_ids)
-            self._cached += piece.cached_tokens
-        except ServerLost as error:
-            answer = error
-            server.doubtful = True
-            server.check.set()
-        except ServerRefused as error:
-            answer = error
-            server.answered = asyncio.get_running_loop().time()
-            server.check.set()
-        except ArealError as error:
-            answer = error
-        finally:
-            self._router.leave(call)
-            if call.answer and not call.answer.done():
-                call.answer.set_result(answer)
-
-    async def _time_out(self) -> None:
-        """End each call that has been on its server for servers.request_timeout_s. One timer serves all: whoever gets
-        a place while it runs is not due before its next turn."""
-        loop = asyncio.get_running_loop()
-        timeout = self._settings.request_timeout_s
-        while True:
-            now = loop.time()
-            calls = [call for server in self.servers for call in server.calls.values() if not call.end]
-            late = [call for call in calls if call.since + timeout <= now]
-            if late:
-                self._end_later(late, "timeout")
-            first = min((call.since for call in calls if call.since + timeout > now), default=now)
-            await asyncio.sleep(first + timeout - now)
-
-    def _end_later(self, calls: Sequence[Call], end: End) -> None:
-        assert self._tasks
-        self._tasks.create_task(self._end(calls, end))
-
-    async def _end(self, calls: Sequence[Call], end: End, everything: Server | None = None) -> None:
-        """Abort; after ABORT_GRACE_S close the socket of what has not come back. `everything`: the server on which
-        these are all the calls, so that one abort does for all."""
-        assert self._tasks
-        for call in calls:
-            call.end = call.end or end
-        pending = {call.task: call for call in calls if call.task and not call.task.done()}
-        for attempt in range(2):
-            if not pending:
-                return
-            if everything and attempt == 0:
-                self._tasks.create_task(self._abort(everything, ""))
-            else:
-                for call in pending.values():
-                    assert call.server
-                    self._tasks.create_task(self._abort(call.server, call.rid))
-            await asyncio.wait(pending, timeout=ABORT_GRACE_S / 2)
-            pending = {task: call for task, call in pending.items() if not task.done()}
-        for task in pending:
-            task.cancel()
-        if pending:
-            await asyncio.wait(pending, timeout=ABORT_GRACE_S)
-
-    async def _abort(self, server: Server, rid: str) -> None:
-        with suppress(ServerError):  # the socket is closed next, or the server is found dead
-            await server.client.abort(rid)
 
     # -- weights
 
@@ -277,7 +121,7 @@ class Fleet:
         """Close the gate and abort what runs; the calls keep their tokens and go on where a server is open."""
         assert self._tasks
         self._shut(server)
-        ending = self._end(list(server.calls.values()), "interrupt", server)
+        ending = self._calls.end(list(server.calls.values()), "interrupt", server)
         await asyncio.wait((self._tasks.create_task(ending),))
 
     async def hold(self, server: Server) -> None:
@@ -340,11 +184,11 @@ class Fleet:
         """Watch the servers until close(). Raises ProcessError or ServerLost when no server is left."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
+                self._tasks = self._calls.tasks = tasks
                 self._started.set()
                 for server in self.servers:
                     self._begin_watch(server)
-                time_outs = tasks.create_task(self._time_out(), name="time-outs")
+                time_outs = tasks.create_task(self._calls.time_out(), name="time-outs")
                 try:
                     await self._closing.wait()
                 finally:
@@ -352,7 +196,7 @@ class Fleet:
                     self._router.close()
                     for watcher in (time_outs, *self._watchers.values()):
                         watcher.cancel()
-                await self._end([call for s in self.servers for call in s.calls.values()], "cancel")
+                await self._calls.end([call for s in self.servers for call in s.calls.values()], "cancel")
         finally:
             self._finished.set()
 
@@ -460,11 +304,11 @@ class Fleet:
         """Counts since the start, and what runs now."""
         now = asyncio.get_running_loop().time()
         return FleetStats(
-            requests=self._requests,
-            tokens=self._tokens,
-            cached_tokens=self._cached,
-            interruptions=self._interruptions,
-            failures=self._failures,
+            requests=self._calls.requests,
+            tokens=self._calls.tokens,
+            cached_tokens=self._calls.cached_tokens,
+            interruptions=self._calls.interruptions,
+            failures=self._calls.failures,
             restarts=self._restarted,
             running=sum(len(s.calls) for s in self.servers),
             waiting=len(self._router.waiting),
@@ -489,20 +333,3 @@ class Fleet:
             where = f"on {call.server.client.url}" if call.server else "for a place on a server"
             lines.append(f"{call.key}: request {call.rid} has waited {now - call.since:.1f} s {where}")
         return lines
-
-
-def _stitch(input_ids: Ints, pieces: Sequence[Generation], finish: Finish, interruptions: int) -> Completion:
-    first = pieces[0]
-    if len(pieces) == 1:
-        return Completion(
-            input_ids, first.output_ids, first.logprobs, first.versions, finish, interruptions, first.cached_tokens
-        )
-    return Completion(
-        input_ids,
-        np.concatenate([piece.output_ids for piece in pieces]),
-        np.concatenate([piece.logprobs for piece in pieces]),
-        np.concatenate([piece.versions for piece in pieces]),
-        finish,
-        interruptions,
-        first.cached_tokens,
-    )

@@ -36,9 +36,10 @@ from areal.types import NOT_SAMPLED, EpisodeRecord, Task
 
 END_S = 5.0
 """Seconds that a cancelled agent has to end."""
-BACK_OFF_S = 0.5
+BACK_OFF_S = {"server": 0.5, "reward": 0.5, "agent": 0.1}
+"""Kind of failure -> seconds before the episode is tried again, doubled each time: what an agent, its tools or its
+reward ask may be overloaded. A time-out has waited already, and a faulty task gets no better."""
 MAX_BACK_OFF_S = 30.0
-"""Seconds before an episode that a server failed is tried again, doubled each time."""
 IDLE_S = 1.0
 
 log = logging.getLogger("areal")
@@ -293,5 +294,5 @@ class RolloutLoop:
                 ) from outcome.error
             if verdict is not Verdict.RETRY:
                 return
-            if outcome.kind == "server":
-                await asyncio.sleep(min(BACK_OFF_S * 2 ** (tries - 1), MAX_BACK_OFF_S))
+            if back_off := BACK_OFF_S.get(outcome.kind):
+                await asyncio.sleep(min(back_off * 2 ** (tries - 1), MAX_BACK_OFF_S))

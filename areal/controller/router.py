@@ -23,7 +23,7 @@ class Router:
 
     def __init__(self, servers: list[Server]) -> None:
         self.waiting: dict[str, Call] = {}
-        self._servers = servers
+        self.servers = servers
         self._homes: dict[Hashable, Server] = {}
         self._closed = False
 
@@ -51,7 +51,7 @@ class Router:
                 raise
             if self.waiting.pop(call.rid, None):
                 why = "the fleet is closed" if self._closed else f"no place on a server for {timeout_s:g} s"
-                raise ServerError(f"{why}: {', '.join(f'{s.client.url} is {s.state}' for s in self._servers)}")
+                raise ServerError(f"{why}: {', '.join(f'{s.client.url} is {s.state}' for s in self.servers)}")
             server = call.server
             assert server
             if server.state == "open":
@@ -95,13 +95,13 @@ class Router:
         While some load weights, an open server takes no more than its share of all calls: else the first one to open
         would get every interrupted call, and the others none.
         """
-        if len(self._servers) == 1:  # the common case on one machine, and this is on the path of every call
-            (only,) = self._servers
+        if len(self.servers) == 1:  # the common case on one machine, and this is on the path of every call
+            (only,) = self.servers
             return only if only.state == "open" and not only.doubtful else None
-        servers = [s for s in self._servers if s.state == "open" and not s.doubtful]
-        loading = sum(s.state == "closed" for s in self._servers)
+        servers = [s for s in self.servers if s.state == "open" and not s.doubtful]
+        loading = sum(s.state == "closed" for s in self.servers)
         if loading and servers:
-            calls = (call.rid not in self.waiting) + len(self.waiting) + sum(len(s.calls) for s in self._servers)
+            calls = (call.rid not in self.waiting) + len(self.waiting) + sum(len(s.calls) for s in self.servers)
             share = calls / (len(servers) + loading)
             servers = [s for s in servers if len(s.calls) < share]
         if call.avoid and len(servers) > 1:

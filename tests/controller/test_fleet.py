@@ -12,7 +12,8 @@ import pytest
 from areal.config import Config
 from areal.controller import fleet as fleet_module
 from areal.controller import server as server_module
-from areal.controller.fleet import Fleet, random_rids
+from areal.controller.calls import random_rids
+from areal.controller.fleet import Fleet
 from areal.errors import EpisodeError, ProcessError, ServerError, ServerLost
 from areal.types import Completion, Ints, Sampling
 from areal.workers.protocols import ServerClient

@@ -18,7 +18,7 @@ from areal.controller.ledger import Ledger
 from areal.controller.rollout import RolloutLoop, Signal
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.data import Tasks
-from areal.errors import ServerLost, TooManyFailures
+from areal.errors import DataError, RewardError, ServerLost, TooManyFailures
 from areal.types import Completion, Sampling, Task
 
 
@@ -380,25 +380,38 @@ async def test_each_episode_has_a_task_of_its_own(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", [["data.epochs=1", "episode.retries=2"]], indirect=True)
-async def test_an_episode_that_a_server_failed_waits_longer_each_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ServerLost("gone"), "server"),
+        (RewardError("busy"), "reward"),
+        (KeyError("x"), "agent"),
+        (DataError("?"), "data"),
+    ],
+)
+async def test_an_episode_that_failed_waits_longer_each_time(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str
 ) -> None:
-    monkeypatch.setattr(rollout, "BACK_OFF_S", 0.1)
+    """All but those of a faulty task, which gets no better."""
+    monkeypatch.setattr(rollout, "BACK_OFF_S", dict.fromkeys(rollout.BACK_OFF_S, 0.1))
     tries: list[float] = []
 
     async def agent(episode: Episode, task: Task) -> float:
         if (episode.group, episode.member) == (0, 0):
             tries.append(asyncio.get_running_loop().time())
             if len(tries) < 3:
-                raise ServerLost("gone")
+                raise error
         await ask(episode)
         return 1.0
 
     await world.run(agent, tasks(1))
-    assert [f.kind for f in world.of(Failed)] == ["server", "server"]
+    assert [f.kind for f in world.of(Failed)] == [kind, kind]
     first, second = tries[1] - tries[0], tries[2] - tries[1]
-    assert first >= 0.1
-    assert second >= 0.2
+    if kind == "data":
+        assert first + second < 0.1
+    else:
+        assert first >= 0.1
+        assert second >= 0.2
 
 
 @pytest.mark.parametrize("world", [["data.epochs=1"]], indirect=True)

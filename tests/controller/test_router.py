@@ -56,7 +56,7 @@ async def test_a_loaded_server_is_nobodys_home() -> None:
     router = Router(servers(2))
     calls = Calls(router)
     assert (calls.place("e"), calls.place("e")) == (0, 0)
-    router.forget(router._servers[0])
+    router.forget(router.servers[0])
     assert calls.place("e") == 1
 
 

@@ -55,9 +55,9 @@ class OtherWeights(LocalWorkers):
 
     other: Path
 
-    async def _start_server(self, index: int) -> ServerClient:
+    async def start_server(self, index: int) -> ServerClient:
         self._weights = self.other
-        return await super()._start_server(index)
+        return await super().start_server(index)
 
 
 @pytest.mark.timeout(300)

@@ -105,7 +105,9 @@ async def test_a_run_keeps_its_ports_and_its_secrets_to_itself(
 
         # Ports: on loopback, and those that speak HTTP want a key.
         assert [where for where in seen if not ipaddress.ip_address(where[0]).is_loopback] == [], seen
-        speaking = [port for _, port in seen if await answers_http(port)]
+        ports = [port for _, port in seen]
+        answers = await asyncio.gather(*map(answers_http, ports))
+        speaking = [port for port, speaks in zip(ports, answers, strict=True) if speaks]
         assert len(speaking) >= 3  # a server, two ranks
         async with aiohttp.ClientSession() as stranger:
             for port in speaking:

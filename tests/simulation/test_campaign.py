@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal.controller.fleet import Fleet
+from areal.controller import calls
 from areal.controller.reader import LedgerReader
 from areal.controller.rollout import RolloutLoop, Signal
 from areal.controller.scheduler import Scheduler
@@ -103,9 +103,7 @@ def test_it_finds_stale_tokens_in_a_loss(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_it_finds_a_token_lost_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from areal.controller import fleet
-
-    stitch = fleet._stitch
+    stitch = calls._stitch
 
     def torn(ids, pieces, finish, interruptions):  # type: ignore[no-untyped-def]
         whole = stitch(ids, pieces, finish, interruptions)
@@ -113,7 +111,7 @@ def test_it_finds_a_token_lost_between_two_pieces(monkeypatch: pytest.MonkeyPatc
             object.__setattr__(whole, "output_ids", np.roll(whole.output_ids, 1))
         return whole
 
-    monkeypatch.setattr(fleet, "_stitch", torn)
+    monkeypatch.setattr(calls, "_stitch", torn)
     _find("I5", range(30))
 
 
@@ -128,7 +126,7 @@ def test_it_finds_a_wait_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_it_finds_requests_that_nobody_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fleet, "_end_later", lambda *_: None)
+    monkeypatch.setattr(calls.Calls, "end_later", lambda *_: None)
     _find("I8", range(60))
 
 

@@ -76,9 +76,15 @@ def take_folder(folder: Path) -> int:
     """
     shutil.rmtree(folder, ignore_errors=True)
     for lock in folder.parent.glob(f"*/{LOCK}"):
-        with suppress(OSError), lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
-            shutil.rmtree(lock.parent, ignore_errors=True)
+        with suppress(OSError):
+            # A file of somebody else may be a pipe, or a link.
+            descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)

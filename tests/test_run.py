@@ -135,6 +135,8 @@ HOLDER = """
 def test_folders_of_weights_that_killed_processes_left_are_deleted(tmp_path: Path) -> None:
     """Those of processes that live stay, and so does all that is not such a folder."""
     (tmp_path / "somebody" / "version-1").mkdir(parents=True)
+    (tmp_path / "trap").mkdir()
+    os.mkfifo(tmp_path / "trap" / ".areal-lock")  # to open it would wait for ever
     holders = []
     for name in ("run-0001.0-1", "run-0002.0-2"):
         command = [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path / name)]
@@ -145,8 +147,9 @@ def test_folders_of_weights_that_killed_processes_left_are_deleted(tmp_path: Pat
     try:
         holders[0].kill()
         holders[0].wait()
+        names = ["run-0001.1-3", "run-0002.0-2", "somebody"]
         os.close(take_folder(tmp_path / "run-0001.1-3"))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0001.1-3", "run-0002.0-2", "somebody"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
         assert (tmp_path / "run-0001.1-3").stat().st_mode & 0o777 == 0o700
         assert (tmp_path / "run-0002.0-2" / "version-3").is_dir()
     finally:

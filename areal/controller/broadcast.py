@@ -84,20 +84,22 @@ class Broadcast:
         self._trainer = trainer
 
     async def leave_with(self, index: int) -> None:
-        """End the group if that server is in it: a server that leaves the run is to forget it."""
+        """End the group if that server is in it: one that leaves the run is to forget it. The trainer, which may be in
+        a step, leaves it on the way to the next."""
         if any(server.index == index for server in self._members):
-            await self.leave()
+            await self.leave(trainer=False)
 
-    async def leave(self) -> None:
+    async def leave(self, *, trainer: bool = True) -> None:
         """Destroy the group, whatever state its members are in."""
         if self._group is None:
             return
         name, self._group = self._group.name, None
-        leaves = [self._trainer.leave_group(name)]
+        leaves = [self._trainer.leave_group(name)] if trainer else []
         leaves += [server.client.leave_group(name) for server in self._members if server.state != "dead"]
         tasks = [asyncio.create_task(_quietly(leave)) for leave in leaves]
         try:
-            await asyncio.wait(tasks, timeout=GRACE_S)
+            if tasks:
+                await asyncio.wait(tasks, timeout=GRACE_S)
         finally:
             for task in tasks:
                 task.cancel()

@@ -164,7 +164,9 @@ class Calls:
         timeout = self._timeout_s
         while True:
             now = loop.time()
-            calls = [call for server in self._router.servers for call in server.calls.values() if not call.end]
+            calls = [
+                call for server in self._router.servers for call in server.calls.values() if call.task and not call.end
+            ]
             late = [call for call in calls if call.since + timeout <= now]
             if late:
                 self.end_later(late, "timeout")
@@ -179,9 +181,9 @@ class Calls:
         """Abort; after ABORT_GRACE_S close the socket of what has not come back. `everything`: the server on which
         these are all the calls, so that one abort does for all."""
         assert self.tasks
-        for call in calls:
-            call.end = call.end or end
         pending = {call.task: call for call in calls if call.task and not call.task.done()}
+        for call in pending.values():  # one that has a place and is not there yet finds the gate closed
+            call.end = call.end or end
         for attempt in range(2):
             if not pending:
                 return

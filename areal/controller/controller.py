@@ -138,9 +138,9 @@ class Controller:
             if loop_watch:
                 stack.callback(background.create_task(loop_watch.run(), name="loop watch").cancel)
             self._membership = Membership(config, self.cluster, self.folder.servers_file)
+            stack.callback(background.create_task(self._membership.run(), name="membership").cancel)
             if not inline:
-                await asyncio.to_thread(self._membership.write)
-                stack.callback(background.create_task(self._membership.run(), name="membership").cancel)
+                stack.callback(background.create_task(self._membership.watch(), name="servers.toml").cancel)
             self._steps = TrainLoop(
                 config,
                 self.scheduler,
@@ -291,10 +291,14 @@ class Controller:
         episode = self.cluster.episode(EVALUATION, index, str(task["id"]), sampling, name_of(agent))
         return await attempt(agent, episode, task, self.config.episode.timeout_s)
 
-    async def change_servers(self, *, count: int = 0, urls: Sequence[str] = ()) -> None:
+    async def change_servers(self, *, count: int | None = None, urls: Sequence[str] | None = None) -> None:
         """Have `count` servers, or those at `urls`, from now on: others join or leave. `servers.toml` in the run folder
-        does the same. Raises ConfigError for what cannot be, ProcessError when a server does not start."""
-        await self._membership.change({"count": count} if count else {"urls": list(urls)})
+        does the same. Returns once the new ones serve and the others are gone.
+
+        Raises ConfigError for what cannot be, ArealError when a server does not come up: then none leaves.
+        """
+        given = {"count": count, "urls": None if urls is None else list(urls)}
+        await self._membership.change({key: value for key, value in given.items() if value is not None})
 
     # -- what others tell the controller
 

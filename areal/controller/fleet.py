@@ -23,7 +23,7 @@ from areal.config import Config
 from areal.controller.calls import Calls, random_rids
 from areal.controller.router import Router
 from areal.controller.server import HEALTH_S, Server
-from areal.errors import ProcessError, ServerError, ServerLost, ServerRefused
+from areal.errors import ConfigError, ProcessError, ServerError, ServerLost, ServerRefused
 from areal.workers.protocols import ServerClient
 from areal.workers.rollout.client import version_of
 
@@ -139,6 +139,7 @@ class Fleet:
         if server.state == "dead":
             return
         server.label, server.version, server.state = label, version, "open"
+        server.served.set()
         server.settled.set()
         self._moves_again(server)
         self._note_lowest()
@@ -160,6 +161,7 @@ class Fleet:
                 call.task.cancel()
         server.died.set()
         server.up.set()
+        server.served.set()
         server.settled.set()
         self._note_lowest()
         self._router.dispatch()
@@ -176,7 +178,7 @@ class Fleet:
 
     def _moves_again(self, server: Server) -> None:
         if (since := self._still_since.pop(server, None)) is not None:
-            self._still_s += asyncio.get_running_loop().time() - since
+            self._still_s += (asyncio.get_running_loop().time() - since) / len(self.servers)
 
     # -- life
 
@@ -211,11 +213,12 @@ class Fleet:
         for server in self.servers:
             await server.client.close()
 
-    def join(self, index: int, client: ServerClient) -> None:
+    def join(self, index: int, client: ServerClient) -> Server:
         """One more server, which is ready. It serves once it has the current weights."""
         server = Server(index, client)
         self.servers.append(server)
         self._begin_watch(server)
+        return server
 
     def _begin_watch(self, server: Server) -> None:
         assert self._tasks
@@ -223,7 +226,7 @@ class Fleet:
 
     async def leave(self, index: int) -> None:
         """Do without a server from now on; its calls keep their tokens and go on elsewhere. Its process is left to the
-        caller, and that it takes no weights meanwhile (`WeightSync.leave`)."""
+        caller, and so is that it takes no weights meanwhile (`WeightSync.leave`)."""
         watcher = self._watchers.pop(index)
         watcher.cancel()  # and a restart with it
         try:
@@ -272,13 +275,14 @@ class Fleet:
             log.warning("server %d: restart %d of %d", server.index, restarts, limit)
             try:
                 client = await self._restart(server.index)
-            except (ProcessError, ServerError) as error:
+            except (ConfigError, ProcessError, ServerError) as error:
                 server.reason = str(error)
                 continue
             if client is not server.client:
                 await server.client.close()
             return client
-        left = sum(s.state != "dead" or self._restarts.get(s.index, 0) < limit for s in self.servers)
+        server.given_up = True
+        left = sum(not s.given_up for s in self.servers)
         if not left:
             raise ProcessError(f"no server is left after servers.restarts={limit} restarts of each: {server.reason}")
         log.error("server %d is given up; the run goes on with %d of %d", server.index, left, len(self.servers))
@@ -313,7 +317,7 @@ class Fleet:
             running=sum(len(s.calls) for s in self.servers),
             waiting=len(self._router.waiting),
             open=sum(s.state == "open" for s in self.servers),
-            still_s=(self._still_s + sum(now - t for t in self._still_since.values())) / max(1, len(self.servers)),
+            still_s=self._still_s + sum(now - t for t in self._still_since.values()) / max(1, len(self.servers)),
         )
 
     def where(self, key: Hashable) -> str:

@@ -3,8 +3,8 @@
     runs/search-0001/servers.toml:   count = 3                               # or: urls = ["http://10.0.0.7:30000", ...]
 
 The file says which servers the run is to have; it is looked at every PERIOD_S. `count` when areal starts them, `urls`
-when somebody else does. What cannot be had is logged with its cause, and the servers stay as they are. A program that
-holds a Controller calls `change_servers`.
+when somebody else does. What cannot be had is logged with its cause, and nobody leaves then. A program that holds a
+Controller calls `change_servers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from areal.config import Config, to_text
 from areal.controller.cluster import Cluster
 from areal.controller.server import Server
-from areal.errors import ArealError, ConfigError
+from areal.errors import ArealError, ConfigError, ServerLost
 from areal.workers.protocols import ServerClient
 
 PERIOD_S = 2.0
@@ -28,100 +28,158 @@ HEAD = f"""\
 # The servers of this run. Change the line while the run goes on, and servers join or leave; it is read every
 # {PERIOD_S:g} s. What came of it is in logs/controller.log. `areal resume` begins with what config.toml says.
 """
+LEAVING = ("dead", "starting", "closed", "open")
+"""Who leaves first when there are too many."""
 
 log = logging.getLogger("areal")
 
 
 class Membership:
-    """See the module. file: `servers.toml` of the run; written here, then watched by `run`."""
+    """See the module. file: `servers.toml` of the run. `run` makes the changes, one at a time, for as long as the run
+    lives: whoever asked for one may go away meanwhile."""
 
     def __init__(self, config: Config, cluster: Cluster, file: Path) -> None:
         self._key = "urls" if config.servers.urls else "count"
         self._config = config
         self._cluster = cluster
         self._file = file
-        self._lock = asyncio.Lock()
+        self._asked: asyncio.Queue[tuple[Mapping[str, Any], bool, asyncio.Future[None]]] = asyncio.Queue()
+        self._began = asyncio.Event()
+        self._over = False
         self._stamp: object = None
 
-    def write(self) -> None:
-        """Write what the run begins with. Blocks."""
-        value = to_text(self._config[f"servers.{self._key}"], self._key)
-        self._file.write_text(f"{HEAD}{self._key} = {value}\n", encoding="utf-8")
-        self._stamp = self._stamped()
-
     async def run(self) -> None:
-        """Watch the file until cancelled."""
+        """Write the file, then make the changes that `change` is asked for, until cancelled."""
+        await asyncio.to_thread(self._write, self._config[f"servers.{self._key}"])
+        self._began.set()
+        done: asyncio.Future[None] | None = None
+        try:
+            while True:
+                wanted, write, done = await self._asked.get()
+                try:
+                    await self._make(wanted)
+                    if write and self._stamped() == self._stamp:  # else somebody has just written it
+                        await asyncio.to_thread(self._write, wanted[self._key])
+                except ArealError as error:
+                    if not done.done():
+                        done.set_exception(error)
+                if not done.done():
+                    done.set_result(None)
+        finally:
+            self._over = True
+            waiting = [done] if done else []
+            while not self._asked.empty():
+                waiting.append(self._asked.get_nowait()[-1])
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(ArealError("the run ended before its servers were changed"))
+
+    async def watch(self) -> None:
+        """Ask for what the file says, each time it was written, until cancelled."""
+        await self._began.wait()
         while True:
             await asyncio.sleep(PERIOD_S)
             try:
                 if (wanted := await asyncio.to_thread(self._read)) is not None:
-                    await self.change(wanted)
+                    await self.change(wanted, write=False)
             except ArealError as error:
                 log.error("%s: %s; write the file again to try once more", self._file.name, error)
 
-    async def change(self, wanted: Mapping[str, Any]) -> None:
-        """Have the servers of {"count": 3}, or those of {"urls": [...]}. Returns once the new ones are ready and the
-        others are gone; which calls these had, other servers go on with.
+    async def change(self, wanted: Mapping[str, Any], *, write: bool = True) -> None:
+        """Have the servers of {"count": 3}, or those of {"urls": [...]}. Returns once the new ones serve and the others
+        are gone; which calls these had, other servers go on with. write: whether the file is to say so, too.
 
-        Raises ConfigError for what cannot be, before anything changes; ConfigError or ProcessError for a server that
-        did not come up: those that did stay, and none leaves.
+        Raises ConfigError for what cannot be, before anything changes. Raises ArealError when a server did not come up,
+        or died before it served: such a one is not there then, those that did come up are, and none leaves.
         """
-        async with self._lock:
-            if set(wanted) != {self._key} or wanted[self._key] == []:
-                whose = "starts its servers itself" if self._key == "count" else "has servers that somebody else runs"
-                example = "count = 2" if self._key == "count" else 'urls = ["http://127.0.0.1:30000"]'
-                given = " and ".join(f"{key} = {value!r}" for key, value in wanted.items()) or "nothing"
-                raise ConfigError(f"{given} is given, and this run {whose}; say {example}, and no more")
-            key = f"servers.{self._key}"
-            # Places are looked at when servers join: `placement.servers` may name more than there are to be.
-            config = self._config.changed({key: wanted[self._key], "placement.servers": []}, self._file.name)
-            await (self._to_count(config.servers.count) if self._key == "count" else self._to_urls(config.servers.urls))
+        if self._over:
+            raise ArealError("the run is over: its servers cannot be changed")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait((wanted, write, done))
+        await done
+
+    async def _make(self, wanted: Mapping[str, Any]) -> None:
+        if set(wanted) != {self._key} or wanted[self._key] == []:
+            whose = "starts its servers itself" if self._key == "count" else "has servers that somebody else runs"
+            example = "count = 2" if self._key == "count" else 'urls = ["http://127.0.0.1:30000"]'
+            given = " and ".join(f"{key} = {value!r}" for key, value in wanted.items()) or "nothing"
+            raise ConfigError(f"{given} is given, and this run {whose}; say {example}, and no more")
+        key = f"servers.{self._key}"
+        # Places are looked at when servers join: `placement.servers` may name more than there are to be.
+        settings = self._config.changed({key: wanted[self._key], "placement.servers": []}, self._file.name).servers
+        for server in self._servers:
+            if server.given_up:
+                await self._leave(server)
+        await (self._to_count(settings.count) if self._key == "count" else self._to_urls(settings.urls))
 
     async def _to_count(self, wanted: int) -> None:
-        fleet, workers = self._cluster.fleet, self._cluster.workers
-        if new := self._unused(wanted - len(fleet.servers)):
-            places = max(*new, *(server.index for server in fleet.servers)) + 1
+        if new := self._unused(wanted - len(self._servers)):
+            workers = self._cluster.workers
+            places = max(*new, *(server.index for server in self._servers), 0) + 1
             if places > self._config.servers.count:
-                self._config = self._config.changed({"servers.count": places}, self._file.name)
-                await asyncio.to_thread(workers.grow, self._config)
+                grown = self._config.changed({"servers.count": places}, self._file.name)
+                await asyncio.to_thread(workers.grow, grown)
+                self._config = grown
             await self._join({index: workers.start_server(index) for index in new})
-        dead_first = sorted(fleet.servers, key=lambda server: (server.state != "dead", -server.index))
-        await self._leave(dead_first[: max(0, len(dead_first) - wanted)])
+        in_turn = sorted(self._servers, key=lambda server: (LEAVING.index(server.state), -server.index))
+        for server in in_turn[: max(0, len(in_turn) - wanted)]:
+            await self._leave(server)
 
     async def _to_urls(self, wanted: Sequence[str]) -> None:
-        servers = self._cluster.fleet.servers
-        here = {server.client.url for server in servers}
-        new = [url for url in dict.fromkeys(url.rstrip("/") for url in wanted) if url not in here]
-        await self._join(
-            {i: self._cluster.workers.connect(u) for i, u in zip(self._unused(len(new)), new, strict=True)}
-        )
-        kept = {url.rstrip("/") for url in wanted}
-        await self._leave([server for server in servers if server.client.url not in kept])
+        urls = list(dict.fromkeys(url.rstrip("/") for url in wanted))
+        here = {server.client.url for server in self._servers}
+        new = [url for url in urls if url not in here]
+        places = self._unused(len(new))
+        await self._join({i: self._cluster.workers.connect(url) for i, url in zip(places, new, strict=True)})
+        for server in self._servers:
+            if server.client.url not in urls:
+                await self._leave(server)
+
+    @property
+    def _servers(self) -> tuple[Server, ...]:
+        return tuple(self._cluster.fleet.servers)
 
     def _unused(self, number: int) -> list[int]:
-        taken = {server.index for server in self._cluster.fleet.servers}
+        taken = {server.index for server in self._servers}
         return list(islice((index for index in count() if index not in taken), max(0, number)))
 
     async def _join(self, starting: Mapping[int, Awaitable[ServerClient]]) -> None:
-        async def one(index: int, start: Awaitable[ServerClient]) -> None:
-            try:
-                client = await start
-            except ArealError:
+        joins = (self._join_one(index, start) for index, start in starting.items())
+        failures = [r for r in await asyncio.gather(*joins, return_exceptions=True) if isinstance(r, BaseException)]
+        for failure in failures[1:]:
+            log.error("%s: %s", self._file.name, failure)
+        if failures:
+            raise failures[0]
+
+    async def _join_one(self, index: int, start: Awaitable[ServerClient]) -> None:
+        """Get the server, and wait until it serves: by then it has the current weights. While a step runs that may be
+        after the publication that follows it."""
+        limit = self._config.trainer.timeout_s + self._config.weights.timeout_s
+        server = None
+        try:
+            server = self._cluster.fleet.join(index, await start)
+            async with asyncio.timeout(limit):
+                await server.served.wait()
+            if server.died.is_set():
+                raise ServerLost(f"{server.client.url} died before it served: {server.reason}")
+        except (ArealError, TimeoutError) as error:
+            if server:
+                await self._leave(server)
+            else:
                 await self._cluster.workers.stop_server(index)
-                raise
-            self._cluster.fleet.join(index, client)
-            log.info("server %d joins: %s", index, client.url)
+            if isinstance(error, TimeoutError):
+                raise ServerLost(f"server {index} did not get the current weights within {limit:g} s") from None
+            raise
+        log.info("server %d has joined: %s", index, server.client.url)
 
-        joins = (one(index, start) for index, start in starting.items())
-        for result in await asyncio.gather(*joins, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
+    async def _leave(self, server: Server) -> None:
+        await self._cluster.weights.leave(server.index)
+        await self._cluster.workers.stop_server(server.index)
+        log.info("server %d has left: %s", server.index, server.client.url)
 
-    async def _leave(self, servers: Sequence[Server]) -> None:
-        for server in servers:
-            await self._cluster.weights.leave(server.index)
-            await self._cluster.workers.stop_server(server.index)
-            log.info("server %d has left: %s", server.index, server.client.url)
+    def _write(self, value: Any) -> None:
+        self._file.write_text(f"{HEAD}{self._key} = {to_text(value, self._key)}\n", encoding="utf-8")
+        self._stamp = self._stamped()
 
     def _stamped(self) -> object:
         try:

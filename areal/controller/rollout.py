@@ -40,6 +40,7 @@ BACK_OFF_S = {"server": 0.5, "reward": 0.5, "agent": 0.1}
 """Kind of failure -> seconds before the episode is tried again, doubled each time: what an agent, its tools or its
 reward ask may be overloaded. A time-out has waited already, and a faulty task gets no better."""
 MAX_BACK_OFF_S = 30.0
+"""The longest such wait."""
 IDLE_S = 1.0
 
 log = logging.getLogger("areal")

@@ -45,8 +45,8 @@ class Server:
     """state: `starting` until it first serves, `closed` while it takes new weights, `dead` for good.
 
     label: the name of its weights, None until it has said so; version: the same as a number, None if not ours.
-    up: set once it has said what it holds, or died. died: set when it is dead, for the reason `reason`. settled: clear
-    while it holds calls for new weights.
+    up: set once it has said what it holds, or died. served: set once it has served, or died. died: set when it is dead,
+    for the reason `reason`. given_up: dead, and not started again. settled: clear while it holds calls for new weights.
     doubtful: a connection to it broke, so it gets no call until the next health check, which `check` asks for.
     """
 
@@ -60,9 +60,11 @@ class Server:
     doubtful: bool = False
     up: asyncio.Event = field(default_factory=asyncio.Event)
     check: asyncio.Event = field(default_factory=asyncio.Event)
+    served: asyncio.Event = field(default_factory=asyncio.Event)
     died: asyncio.Event = field(default_factory=asyncio.Event)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
+    given_up: bool = False
 
     def __post_init__(self) -> None:
         self.settled.set()

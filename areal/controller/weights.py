@@ -29,7 +29,7 @@ from areal.config import Config
 from areal.controller.broadcast import Broadcast
 from areal.controller.fleet import Fleet
 from areal.controller.server import Server
-from areal.errors import ArealError, PublishError, ServerError, ServerLost, ServerRefused
+from areal.errors import ArealError, PublishError, ServerError, ServerLost, ServerRefused, TrainerError
 from areal.types import Floats, Ints
 from areal.workers.protocols import TrainerClient
 from areal.workers.rollout.client import make_label
@@ -174,8 +174,8 @@ class WeightSync:
         """Bring one server that just came up to the current version, and open it. Raises ServerError.
 
         Before the first publication a server opens when its label is of this run and attempt. When the weights cannot
-        be had (transport `group`, while the trainer is on its way to the next version) the server stays closed, and
-        the next publication takes it along.
+        be had (transport `group`, while the trainer is on its way to the next version; ranks that fail) the server
+        stays closed, and the next publication takes it along.
         """
         async with self._lock:
             if server.state != "starting":
@@ -188,7 +188,11 @@ class WeightSync:
             if self._exported != current.version:
                 if self._held() != current.version:
                     return
-                await self._export(current.version)
+                try:
+                    await self._export(current.version)
+                except TrainerError as error:  # of ranks that are lost, the run's next step will hear
+                    log.warning("%s waits for its weights: %s", server.client.url, error)
+                    return
                 if self._held() != current.version:  # a step began meanwhile: which weights these are is not known
                     self._exported = None
                     return

@@ -37,6 +37,7 @@ from areal.controller.controller import Controller
 from areal.controller.reader import LedgerReader
 from areal.errors import (
     ArealError,
+    ConfigError,
     LedgerError,
     ProcessError,
     PublishError,
@@ -51,7 +52,7 @@ from areal.simulation.audit import LEAST_REWARD, Audit, Violation, check_request
 from areal.simulation.clock import Deadlock, OutOfTime, VirtualLoop
 from areal.simulation.server import Speed
 from areal.simulation.weights import Weights
-from areal.simulation.workers import SERVER_FAULTS, TRAINER_FAULTS, Fault, World
+from areal.simulation.workers import PLACES, SERVER_FAULTS, TRAINER_FAULTS, Fault, World
 from areal.types import Task
 
 LIMIT_S = 50_000.0
@@ -169,7 +170,7 @@ def _resizes(chance: random.Random, span: float) -> tuple[tuple[float, int], ...
     if chance.random() < 0.6:
         return ()
     times = sorted(chance.uniform(0, span) for _ in range(chance.randint(1, 4)))
-    return tuple((at, chance.randint(1, 5)) for at in times)
+    return tuple((at, chance.randint(1, PLACES + 1)) for at in times)
 
 
 def _faults(chance: random.Random, servers: int, span: float) -> tuple[Fault, ...]:
@@ -304,7 +305,9 @@ class Simulation:
             try:
                 await controller.change_servers(count=count)
                 self.outcome.happened["servers joined" if count > before else "servers left"] += count != before
-            except ProcessError:
+            except ConfigError:
+                self.outcome.happened["servers did not fit"] += 1
+            except (ProcessError, ServerError):
                 self.outcome.happened["servers did not join"] += 1
 
     def _watch_abort(self, episode: Episode) -> None:

@@ -23,6 +23,8 @@ from areal.workers.protocols import ServerClient, TrainerClient
 ServerFault = Literal["crash", "hang", "slow", "refuse", "garbage", "lose", "repeat", "wrong_weights", "no_restart"]
 TrainerFault = Literal["trainer_dead", "trainer_slow", "disk_full", "answer_lost"]
 FaultKind = ServerFault | TrainerFault
+PLACES = 5
+"""Servers that fit on the simulated machine."""
 SERVER_FAULTS: tuple[ServerFault, ...] = get_args(ServerFault)
 TRAINER_FAULTS: tuple[TrainerFault, ...] = get_args(TrainerFault)
 
@@ -119,11 +121,13 @@ class SimulatedWorkers:
         return self._trainer(version, Weights.read(checkpoint) if checkpoint else Weights())
 
     def grow(self, config: Config) -> None:
-        pass
+        if config.servers.count > PLACES:
+            raise ConfigError(f"servers.count={config.servers.count}: there are {PLACES} places")
 
     async def start_server(self, index: int) -> ServerClient:
         world = self._world
-        await self.stop_server(index)
+        if client := world.clients.get(index):
+            client.server.crash("it was ended")
         await asyncio.sleep(world.speed.start_s)
         if self._no_restart:
             self._no_restart -= 1
@@ -134,8 +138,9 @@ class SimulatedWorkers:
         raise ConfigError(f"{url}: a simulated run has no servers of somebody else")
 
     async def stop_server(self, index: int) -> None:
-        if client := self._world.clients.get(index):
+        if client := self._world.clients.pop(index, None):
             client.server.crash("it was ended")
+            self._world.happened["retractions"] += client.server.retractions
 
     async def server_exited(self, index: int) -> str:
         return await asyncio.shield(self._world.clients[index].server.exited)
@@ -172,6 +177,8 @@ class SimulatedWorkers:
         await asyncio.sleep(max(0.0, when - asyncio.get_running_loop().time()))
         world, kind = self._world, fault.kind
         world.happened[kind] += 1
+        if not world.clients:
+            return
         server = list(world.clients.values())[fault.server % len(world.clients)].server
         assert world.trainer
         trouble = world.trainer.trouble

@@ -120,8 +120,9 @@ class LocalWorkers:
         self._placement = place(config)
 
     async def stop_server(self, index: int) -> None:
-        if child := self._children.pop(index, None):
+        if child := self._children.get(index):
             await child.stop(STOP_S)
+            del self._children[index]
 
     async def server_exited(self, index: int) -> str:
         child = self._children[index]
@@ -151,8 +152,9 @@ class LocalWorkers:
             self._config,
             index,
             key=key,
-            model_path=str(self._weights),
-            label=make_label(self._origin, self._version),  # after a restart the fleet brings it up to date
+            # Of a checkpoint that was pruned since, nothing is needed: the fleet brings the server up to date.
+            model_path=str(self._weights if self._weights.exists() else self._model),
+            label=make_label(self._origin, self._version),
             log_folder=self._folder / "logs",
             port=port,
             devices=self._placement.servers[index],

@@ -14,7 +14,7 @@ from areal.controller import fleet as fleet_module
 from areal.controller import server as server_module
 from areal.controller.calls import random_rids
 from areal.controller.fleet import Fleet
-from areal.errors import EpisodeError, ProcessError, ServerError, ServerLost
+from areal.errors import ConfigError, EpisodeError, ProcessError, ServerError, ServerLost
 from areal.types import Completion, Ints, Sampling
 from areal.workers.protocols import ServerClient
 from areal.workers.rollout.client import SGLangClient
@@ -411,6 +411,50 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(caplog: pytest.Log
             check(await generate(fleet, 4), PROMPT, 4)
         await asyncio.sleep(0.3)
         assert "server 0 is given up; the run goes on with 1 of 2" in caplog.text
+
+
+async def test_a_server_in_its_last_restart_is_not_lost_yet() -> None:
+    """The other one has none left: the run goes on when this one comes back."""
+    servers = FakeServer(), FakeServer()
+    came_back = asyncio.Event()
+
+    async def restart(index: int) -> ServerClient:
+        if index == 0:
+            raise ConfigError("port 30000 on 127.0.0.1: Address already in use")
+        await came_back.wait()
+        await servers[1].start()
+        return client_of(servers[1])
+
+    async with running(*servers, settings=["servers.restarts=1"], restart=restart) as fleet:
+        await servers[1].stop()
+        async with asyncio.timeout(3):
+            while fleet.stats().restarts < 1:
+                await asyncio.sleep(0.01)
+        await servers[0].stop()
+        async with asyncio.timeout(3):
+            while not fleet.servers[0].given_up:
+                await asyncio.sleep(0.01)
+        came_back.set()
+        check(await generate(fleet, 4), PROMPT, 4)
+
+
+async def test_i7_a_place_that_was_lost_at_once_leaves_the_deadline_in_force() -> None:
+    """The gate closes between the place and the request: what comes of the next place can time out as any other."""
+    server = FakeServer()
+    async with running(server, settings=["servers.request_timeout_s=0.3"]) as fleet:
+        (holder,) = fleet.servers
+        await fleet.interrupt(holder)
+        call = asyncio.create_task(generate(fleet, 4))
+        await asyncio.sleep(0.02)
+        server.faults["/generate"] = ["hang"] * 9
+        fleet.open(holder, f"{ORIGIN}:0")
+        assert holder.calls
+        await fleet.interrupt(holder)
+        assert not holder.calls
+        fleet.open(holder, f"{ORIGIN}:0")
+        with pytest.raises(ServerError):
+            async with asyncio.timeout(5):
+                await call
 
 
 async def test_i1_the_lowest_version_of_open_servers() -> None:

@@ -22,7 +22,7 @@ from areal.controller.cluster import Cluster
 from areal.controller.fleet import Fleet
 from areal.controller.membership import Membership
 from areal.controller.weights import WeightSync, probe_ids
-from areal.errors import ConfigError, ProcessError
+from areal.errors import ArealError, ConfigError, ProcessError, ServerLost, TrainerError
 from areal.types import Completion, Sampling
 from areal.workers.protocols import ServerClient
 from areal.workers.rollout.client import SGLangClient
@@ -47,6 +47,7 @@ class Machine:
         self.servers: dict[int, FakeServer] = {}
         self.broken: set[int] = set()
         self.places = places
+        self.grown = 0
         self.slow = asyncio.Event()
         self.slow.set()
 
@@ -56,6 +57,7 @@ class Machine:
         self.grown = config.servers.count
 
     async def start_server(self, index: int) -> ServerClient:
+        assert index < self.grown, "it has no place"
         await self.stop_server(index)
         await self.slow.wait()
         if index in self.broken:
@@ -116,6 +118,7 @@ async def running(
     machine = Machine(places)
     whose = [f"servers.urls={list(urls)}"] if urls else [f"servers.count={count}"]
     config = Config.load(["weights.timeout_s=5.0", *whose, *settings])
+    machine.grown = count
     starts = [machine.connect(url) for url in urls] or [machine.start_server(index) for index in range(count)]
     clients = await asyncio.gather(*starts)
     fleet = Fleet(
@@ -127,7 +130,6 @@ async def running(
     )
     cluster = cast(Cluster, SimpleNamespace(fleet=fleet, weights=weights, workers=machine))
     members = Membership(config, cluster, folder / "servers.toml")
-    members.write()
     tasks = [asyncio.create_task(fleet.run())]
     try:
         run = Run(
@@ -139,7 +141,8 @@ async def running(
             file=folder / "servers.toml",
         )
         await run.publish(0)
-        tasks.append(asyncio.create_task(members.run()))
+        tasks += [asyncio.create_task(members.run()), asyncio.create_task(members.watch())]
+        await until(run.file.exists)
         yield run
     finally:
         for task in tasks[1:]:
@@ -165,7 +168,7 @@ async def test_servers_join_at_the_current_version_and_leave_without_losing_a_to
         await asyncio.sleep(0.02)
         await run.publish(1)
         await run.members.change({"count": 3})
-        await run.all_open()
+        assert {server.state for server in run.fleet.servers} == {"open"}
         assert run.indices() == [0, 1, 2]
         assert run.machine.grown == 3
         assert {server.label for server in run.machine.servers.values()} == {"run.0:1"}
@@ -210,14 +213,16 @@ async def test_the_file_is_watched_and_each_kind_of_nonsense_is_named(
         await refused("number = 2\n", "number = 2 is given", "count = 2")
         await refused('urls = ["http://127.0.0.1:1"]\n', "starts its servers itself")
         await refused("count = 3\n", "servers.count=3: there are 2 places")
+        await refused("count =  3\n", "servers.count=3: there are 2 places")
         run.file.unlink()
         await refused("count = 4\n", "there are 2 places")
         run.file.write_text("count = 2\n")
         await until(lambda: run.indices() == [0, 1])
         await run.all_open()
-        run.file.write_text("count = 1\n")
-        await until(lambda: run.indices() == [0])
-        assert "server 1 has left" in caplog.text
+        run.file.write_text("# mine\ncount = 1\n")
+        await until(lambda: "server 1 has left" in caplog.text)
+        assert run.indices() == [0]
+        assert run.file.read_text() == "# mine\ncount = 1\n"
 
 
 async def test_a_file_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,23 +240,122 @@ async def test_a_server_that_does_not_start_leaves_the_others(tmp_path: Path) ->
         with pytest.raises(ProcessError, match="server 1 ended with code 1"):
             await run.members.change({"count": 3})
         assert run.indices() == [0, 2], "one came up"
+        assert run.file.read_text().endswith("count = 1\n")
         run.machine.broken.clear()
         await run.members.change({"count": 3})
         assert sorted(run.indices()) == [0, 1, 2]
         await run.all_open()
 
 
-async def test_the_dead_leave_first(tmp_path: Path) -> None:
+async def test_servers_that_were_given_up_leave_first_and_are_replaced(tmp_path: Path) -> None:
     async with running(tmp_path, "servers.restarts=0", count=2) as run:
         await run.machine.servers[0].stop()
-        await until(lambda: run.fleet.servers[0].state == "dead")
+        await until(lambda: run.fleet.servers[0].given_up)
         await run.members.change({"count": 1})
         assert run.indices() == [1]
         call = run.calls(1, 20)[0]
         assert check(await call, [0, 0], 20) == [0] * 20
         await run.members.change({"count": 2})
+        await run.machine.servers[1].stop()
+        await until(lambda: run.fleet._at(1).given_up)
+        await run.members.change({"count": 2})
         assert sorted(run.indices()) == [0, 1]
+        assert {server.state for server in run.fleet.servers} == {"open"}
+
+
+async def test_one_that_was_given_up_leaves_before_one_that_starts_again(tmp_path: Path) -> None:
+    async with running(tmp_path, "servers.restarts=1", count=2) as run:
+        run.machine.broken.add(0)
+        await run.machine.servers[0].stop()
+        await until(lambda: run.fleet.servers[0].given_up)
+        run.machine.slow.clear()
+        await run.machine.servers[1].stop()
+        await until(lambda: run.fleet.stats().restarts == 2)
+        await run.members.change({"count": 1})
+        assert run.indices() == [1]
+        run.machine.slow.set()
+        assert check(await run.calls(1, 20)[0], [0, 0], 20) == [0] * 20
+
+
+async def test_an_open_server_stays_when_one_that_starts_can_leave(tmp_path: Path) -> None:
+    async with running(tmp_path, count=2) as run:
+        run.machine.slow.clear()
+        await run.machine.servers[0].stop()
+        await until(lambda: run.fleet.stats().restarts == 1)
+        await run.members.change({"count": 1})
+        assert [(server.index, server.state) for server in run.fleet.servers] == [(1, "open")]
+
+
+async def test_a_change_goes_on_when_whoever_asked_for_it_is_gone(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        run.machine.slow.clear()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await run.members.change({"count": 3})
+        run.machine.slow.set()
+        await until(lambda: len(run.fleet.servers) == 3)
         await run.all_open()
+        await until(lambda: run.file.read_text().endswith("count = 3\n"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await run.members.change({"count": 1})
+        await until(lambda: len(run.machine.servers) == 1)
+        assert run.indices() == [0]
+
+
+async def test_after_the_end_there_are_no_changes(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        run.machine.slow.clear()
+        late = [asyncio.create_task(run.members.change({"count": 1 + i})) for i in (1, 2)]
+        await asyncio.sleep(0.05)
+    for change in late:
+        with pytest.raises(ArealError, match="the run ended before"):
+            await change
+    with pytest.raises(ArealError, match="the run is over"):
+        await run.members.change({"count": 2})
+
+
+async def test_who_shall_replace_the_others_must_serve_before_they_leave(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        old = await stack.enter_async_context(FakeServer("theirs", token_s=0.002))
+        new = await stack.enter_async_context(FakeServer("theirs", token_s=0.002))
+        run = await stack.enter_async_context(running(tmp_path, urls=[old.url]))
+        new.faults["/update_weights_from_disk"] = ["refuse"] * 3
+        with pytest.raises(ServerLost, match="died before it served"):
+            await run.members.change({"urls": [new.url]})
+        assert [server.client.url for server in run.fleet.servers] == [old.url]
+        assert check(await run.calls(1, 20)[0], [0, 0], 20) == [0] * 20
+
+
+async def test_ranks_that_fail_do_not_take_the_fleet_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server joins, and its weights cannot be had: the next publication brings them."""
+    async with running(tmp_path, "weights.transport=group") as run:
+
+        async def export(folder: str) -> None:
+            raise TrainerError("trainer rank 0: connection refused")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run.trainer, "export", export)
+            change = asyncio.create_task(run.members.change({"count": 2}))
+            await until(lambda: len(run.fleet.servers) == 2 and run.fleet.servers[1].up.is_set())
+            await asyncio.sleep(0.05)
+        assert not change.done()
+        await run.publish(1)
+        await change
+        assert {server.label for server in run.machine.servers.values()} == {"run.0:1"}
+
+
+async def test_time_stood_still_is_that_of_the_servers_of_its_day(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        run.machine.servers[0].load_s = 0.2
+        await run.publish(1)
+        before = run.fleet.stats().still_s
+        assert before > 0.2
+        run.machine.servers[0].load_s = 0.0
+        await run.members.change({"count": 3})
+        assert run.fleet.stats().still_s == before
+        await run.members.change({"count": 1})
+        assert before <= run.fleet.stats().still_s < before + 0.1
 
 
 async def test_a_server_that_is_being_started_again_can_leave(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ FIXED_SEEDS: dict[int, str] = {
     29: "weights of a killed controller were in the way of the next export",
     1: "a resumed run with a stream of tasks was refused for data.shuffle, which nobody had set",
     9188: "a server that came up while restarted ranks repeated steps was never opened",
+    1205: "a server that left after all servers of its weight group had died ended the run",
     168: "cleanup of an abandoned controller ran inside a later one",
 }
 """Seeds that found a fault, and what it was."""

@@ -1,0 +1,79 @@
+"""The workers of a run as processes of this machine, without SGLang: what they are started with, and how they end."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal.config import Config
+from areal.errors import ProcessError
+from areal.workers import local
+from areal.workers.local import LocalWorkers
+
+
+class Child:
+    """A process that survives `stubborn` attempts to stop it."""
+
+    def __init__(self, stubborn: int = 0) -> None:
+        self.stubborn = stubborn
+        self.stopped = False
+
+    async def stop(self, grace_s: float) -> int:
+        if self.stubborn:
+            self.stubborn -= 1
+            raise ProcessError("server 0 is not gone 5 s after SIGKILL")
+        self.stopped = True
+        return 0
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalWorkers:
+    made = LocalWorkers(Config())
+    made._folder, made._origin, made._version = tmp_path, "run.1", 40
+    made._model, made._weights = tmp_path / "model", tmp_path / "checkpoints" / "step-40"
+    made._weights.mkdir(parents=True)
+    made._placement = local.place(Config(), 0)
+    monkeypatch.setattr(made, "_client", lambda url, key: SimpleNamespace(url=url))
+
+    async def ready(*_: Any) -> None: ...
+
+    monkeypatch.setattr(local, "wait_ready", ready)
+    return made
+
+
+async def test_a_server_that_starts_after_its_checkpoint_was_pruned_takes_the_models_own_weights(
+    workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    async def launch(config: Config, index: int, *, model_path: str, **_: Any) -> Child:
+        started.append(Path(model_path).name)
+        return Child()
+
+    monkeypatch.setattr(local, "launch_server", launch)
+    await workers.start_server(0)
+    shutil.rmtree(workers._weights)
+    await workers.start_server(0)
+    assert started == ["step-40", "model"]
+
+
+async def test_a_server_that_could_not_be_stopped_is_not_forgotten(
+    workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next one would start beside it, on its devices and its port."""
+    child = workers._children[0] = Child(stubborn=2)  # type: ignore[assignment]
+
+    async def launch(*_: Any, **__: Any) -> Child:
+        assert child.stopped
+        return Child()
+
+    monkeypatch.setattr(local, "launch_server", launch)
+    for _ in range(2):
+        with pytest.raises(ProcessError, match="is not gone"):
+            await workers.start_server(0)
+    await workers.start_server(0)
+    assert workers._children[0] is not child

@@ -224,7 +224,8 @@ class Config(Section):
     folder: str = "runs"
     """Where run folders are made."""
     seed: int = Field(default=0, ge=0)
-    """Seed of data order, held-out tasks, episodes and ranks. Which weights sample a token depends on timing too."""
+    """Seed of data order, held-out tasks, episodes and ranks, and of sampling on servers with
+    --enable-deterministic-inference. Which weights sample a token depends on timing too."""
     view: Literal["auto", "live", "plain", "off"] = "auto"
     """What the terminal shows: `live` panel, `plain` lines, nothing; `auto` is live on a terminal, else plain."""
     watchdog_s: float = Field(default=900.0, gt=0)

@@ -220,7 +220,7 @@ def _run_page(name: str, config: Config, state: State) -> Page:
         **{f"dropped, {reason}": count for reason, count in sorted(state.dropped.items())},
         "open, in a batch": len(batch),
         "open, complete": len(state.open) - state.running - len(batch),
-        "open, running": state.running,
+        "open, unfinished": state.running,
         "admitted": state.admitted,
     }
     episodes = {"finished": state.finished}
@@ -236,7 +236,7 @@ def _run_page(name: str, config: Config, state: State) -> Page:
     ]
     rows = []
     for group in list(state.open.values())[:_OPEN_GROUPS]:
-        where = "in a batch" if group.number in batch else "complete" if group.ready else "running"
+        where = "in a batch" if group.number in batch else "complete" if group.ready else "unfinished"
         rewards = _list(f"{group.rewards[member]:.4g}" for member in sorted(group.rewards))
         by_version = _by_version(group.tokens.items())
         rows.append((str(group.number), repr(group.task_id), where, _list(group.pending), rewards, by_version))

@@ -52,7 +52,8 @@ SUMMARY_KEYS = (
     "logprob_gap_max",
 )
 """Keys that summary.json always has, null where the run does not know. `groups` has `admitted`, `trained`, `dropped`
-(reason -> count) and `open`; success and greedy are shares of evaluation tasks, sampled and greedy."""
+(reason -> count) and `open`; success and greedy are shares of evaluation tasks, sampled and greedy. `wall_s` and the
+last four are of the last attempt, after a resume; `tokens_trained` counts prompts, and repeated steps again."""
 
 LOCK = ".areal-lock"
 """Held by the process that a folder of weights belongs to."""
@@ -71,10 +72,9 @@ def take_folder(folder: Path) -> int:
     """Make a new folder that only this user can enter, held until the descriptor that is returned is closed.
 
     One of that name is deleted, and so are its neighbours that killed processes left: on a tmpfs they fill the memory.
-    Raises ConfigError when it cannot be made, or belongs to somebody else: who made it could read and change what is
-    written there.
+    Raises ConfigError when it cannot be made, belongs to somebody else (who could read and change what is written
+    there), or to a process that lives.
     """
-    shutil.rmtree(folder, ignore_errors=True)
     for lock in folder.parent.glob(f"*/{LOCK}"):
         with suppress(OSError):
             # A file of somebody else may be a pipe, or a link.
@@ -85,6 +85,9 @@ def take_folder(folder: Path) -> int:
                     shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
+    if (folder / LOCK).exists():
+        raise ConfigError(f"the folder {folder} belongs to a process that lives; set weights.folder to another")
+    shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)

@@ -28,12 +28,16 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are sampled. No top_p, top_k or penalties: the ranks could not reproduce the log-probs (I10)."""
+    """How tokens are sampled. No top_p, top_k or penalties: the ranks could not reproduce the log-probs (I10).
+
+    seed: below 2**63; with it and the position, a server with --enable-deterministic-inference draws each token.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -399,6 +399,8 @@ class FakeTrainer:
         return [TensorSpec("model.embed_tokens.weight", "float32", (VOCAB, 4))]
 
     async def join_group(self, group: WeightGroup) -> None:
+        for name in tuple(self.groups):  # real ranks are in one group at most
+            await self.leave_group(name)
         source = WeightSource.all[group.port] = WeightSource(group.world_size)
         try:
             await source.join()
@@ -407,6 +409,8 @@ class FakeTrainer:
         self.groups[group.name] = source
 
     async def broadcast(self, group: str) -> None:
+        if group not in self.groups:
+            raise TrainerError(f"weight group {group} is not joined")
         try:
             await self.groups[group].send(self.version)
         except ConnectionError:

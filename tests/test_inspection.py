@@ -151,7 +151,7 @@ dropped, server        1
 dropped, uniform       1
 open, in a batch       2
 open, complete         0
-open, running          1
+open, unfinished       1
 admitted               9
 
 episodes         number
@@ -167,7 +167,7 @@ staleness  trained tokens  share
 open group  task      state       waits for  rewards  loss tokens by version
          5  'task 5'  in a batch             1, 0     v0: 1, v1: 1, v2: 3
          6  'task 6'  in a batch             1, 0     v2: 2
-         7  'task 7'  running     0          0.5      v2: 1"""
+         7  'task 7'  unfinished  0          0.5      v2: 1"""
     )
 
 

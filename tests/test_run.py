@@ -147,6 +147,8 @@ def test_folders_of_weights_that_killed_processes_left_are_deleted(tmp_path: Pat
     try:
         holders[0].kill()
         holders[0].wait()
+        with pytest.raises(ConfigError, match="belongs to a process that lives"):
+            take_folder(tmp_path / "run-0002.0-2")
         names = ["run-0001.1-3", "run-0002.0-2", "somebody"]
         os.close(take_folder(tmp_path / "run-0001.1-3"))
         assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -18,6 +18,7 @@ import numbers
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 
@@ -81,6 +82,7 @@ class Episode:
         self._waits: list[tuple[str, float]] = []
         self._since = asyncio.get_running_loop().time()
         self._left_behind: set[asyncio.Task[str]] = set()
+        self._calls = 0
         self.tokens = 0
         """Sampled so far."""
         self._finished = False
@@ -237,9 +239,9 @@ class Episode:
                 f"the prompt of turn {self.turns + 1} (task {self.task_id!r}) has {len(ids)} tokens and leaves no room "
                 f"for an answer in a context of {self._context_length}: shorten it, or raise model.context_length"
             )
-        sampling = self._sampling
-        if (limit := min(wanted, room)) != sampling.max_new_tokens:
-            sampling = dataclasses.replace(sampling, max_new_tokens=limit)
+        seed = crc32(f"{self._seed}/{self._calls}".encode())
+        self._calls += 1
+        sampling = dataclasses.replace(self._sampling, max_new_tokens=min(wanted, room), seed=seed)
         completion = await self._recorded_or_new(ids, sampling)
         self.turns += 1
         self.tokens += len(completion.output_ids)

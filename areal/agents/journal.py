@@ -47,7 +47,9 @@ class Journal:
 
 
 def model_key(ids: Ints, sampling: Sampling) -> bytes:
-    return hashlib.blake2b(ids.tobytes() + repr(sampling).encode(), digest_size=16).digest()
+    """The seed is no part of it: of two calls that an agent makes at once, either may come first."""
+    asked = (sampling.max_new_tokens, sampling.temperature, sampling.stop_token_ids, sampling.ignore_eos)
+    return hashlib.blake2b(ids.tobytes() + repr(asked).encode(), digest_size=16).digest()
 
 
 def tool_key(call: dict[str, Any]) -> bytes:

@@ -65,7 +65,11 @@ class Cluster:
         assert version is not None
         folder = weights_folder(self.config, self.folder, self.origin)
         async with AsyncExitStack() as stack:
-            stack.callback(os.close, await asyncio.to_thread(take_folder, folder))
+            if workers.inline:  # one process, in which a lock would outlive a simulated kill
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            else:
+                stack.callback(os.close, await asyncio.to_thread(take_folder, folder))
             stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             stack.push_async_callback(workers.close)
             self.trainer, servers = await workers.start(self.folder, self._attempt, version, self._checkpoint)

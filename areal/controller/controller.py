@@ -68,6 +68,9 @@ class Controller:
         self._rollouts = 0
         self._trains = False
         self._tasks: Tasks | None = None
+        self._membership: Membership | None = None
+        self._training: asyncio.Task[None] | None = None
+        self._over = False
         self._completed = 0
 
     async def __aenter__(self) -> Self:
@@ -138,6 +141,8 @@ class Controller:
             if loop_watch:
                 stack.callback(background.create_task(loop_watch.run(), name="loop watch").cancel)
             self._membership = Membership(config, self.cluster, self.folder.servers_file)
+            await self._membership.begin()
+            stack.callback(self._membership.close)
             stack.callback(background.create_task(self._membership.run(), name="membership").cancel)
             if not inline:
                 stack.callback(background.create_task(self._membership.watch(), name="servers.toml").cancel)
@@ -162,6 +167,11 @@ class Controller:
     ) -> bool | None:
         if isinstance(error, asyncio.CancelledError | ArealError):
             error.add_note(f"go on with: areal resume {self.folder.path}")
+        self._over = True
+        training = self._training
+        if training and training is not asyncio.current_task() and not training.done():
+            training.cancel()  # it would go on against servers that are gone
+            await asyncio.wait((training,), timeout=CHECKPOINT_ON_STOP_S + 1)
         try:
             return await self._stack.__aexit__(kind, error, trace)
         except BaseExceptionGroup as failures:  # a TaskGroup wraps whatever passes through it
@@ -206,6 +216,10 @@ class Controller:
         for step, path in self.folder.checkpoints().items():
             if saved is None or step > saved.version:
                 shutil.rmtree(path)
+        if self.resumed:
+            state, start = self.scheduler.state, f"checkpoint {saved.path}" if saved else "model.path"
+            repeats = state.version - (saved.version if saved else 0)
+            log.info("the run goes on at step %d: from %s, %d steps to repeat", state.version, start, repeats)
 
     # -- the main loop
 
@@ -215,9 +229,12 @@ class Controller:
         tasks: rows for the agent; None takes `data.train`. Raises what ended the run early: an agent's own error
         after too many failures, Stalled, TrainerError, PublishError, ProcessError.
         """
+        if self._over:
+            raise ArealError("the run is over")
         if self._trains:
             raise ArealError("a Controller trains once; start another with model.path=<checkpoint>")
         self._trains = True
+        self._training = asyncio.current_task()
         source = self._tasks if tasks is None and self._tasks else await asyncio.to_thread(Tasks, tasks, self.config)
         self._reporter.begin()
         try:
@@ -297,6 +314,8 @@ class Controller:
 
         Raises ConfigError for what cannot be, ArealError when a server does not come up: then none leaves.
         """
+        if self._membership is None:
+            raise ArealError("the run has not begun; enter `async with controller` first")
         given = {"count": count, "urls": None if urls is None else list(urls)}
         await self._membership.change({key: value for key, value in given.items() if value is not None})
 

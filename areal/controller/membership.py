@@ -10,7 +10,10 @@ Controller calls `change_servers`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import stat
 import tomllib
 from collections.abc import Awaitable, Mapping, Sequence
 from itertools import count, islice
@@ -28,6 +31,8 @@ HEAD = f"""\
 # The servers of this run. Change the line while the run goes on, and servers join or leave; it is read every
 # {PERIOD_S:g} s. What came of it is in logs/controller.log. `areal resume` begins with what config.toml says.
 """
+LONGEST = 65536
+"""Bytes that the file may have."""
 LEAVING = ("dead", "starting", "closed", "open")
 """Who leaves first when there are too many."""
 
@@ -44,39 +49,43 @@ class Membership:
         self._cluster = cluster
         self._file = file
         self._asked: asyncio.Queue[tuple[Mapping[str, Any], bool, asyncio.Future[None]]] = asyncio.Queue()
-        self._began = asyncio.Event()
+        self._doing: asyncio.Future[None] | None = None
         self._over = False
         self._stamp: object = None
 
+    async def begin(self) -> None:
+        """Write the file; `run` and `watch` come next."""
+        await self._say(self._config[f"servers.{self._key}"])
+
     async def run(self) -> None:
-        """Write the file, then make the changes that `change` is asked for, until cancelled."""
-        await asyncio.to_thread(self._write, self._config[f"servers.{self._key}"])
-        self._began.set()
-        done: asyncio.Future[None] | None = None
-        try:
-            while True:
-                wanted, write, done = await self._asked.get()
-                try:
-                    await self._make(wanted)
-                    if write and self._stamped() == self._stamp:  # else somebody has just written it
-                        await asyncio.to_thread(self._write, wanted[self._key])
-                except ArealError as error:
-                    if not done.done():
-                        done.set_exception(error)
-                if not done.done():
-                    done.set_result(None)
-        finally:
-            self._over = True
-            waiting = [done] if done else []
-            while not self._asked.empty():
-                waiting.append(self._asked.get_nowait()[-1])
-            for future in waiting:
-                if not future.done():
-                    future.set_exception(ArealError("the run ended before its servers were changed"))
+        """Make the changes that `change` is asked for, until cancelled."""
+        while True:
+            wanted, write, self._doing = await self._asked.get()
+            try:
+                await self._make(wanted)
+                if write and _stamped(self._file) == self._stamp:  # else somebody has just written it
+                    await self._say(wanted[self._key])
+            except Exception as error:  # nothing that somebody asks for here may end the run
+                if not isinstance(error, ArealError):
+                    log.exception("the servers could not be changed")
+                    error = ArealError(f"the servers could not be changed: {type(error).__name__}: {error}")
+                if not self._doing.done():
+                    self._doing.set_exception(error)
+            if not self._doing.done():
+                self._doing.set_result(None)
+
+    def close(self) -> None:
+        """The end of the run, and an error for whoever waits."""
+        self._over = True
+        waiting = [self._doing] if self._doing else []
+        while not self._asked.empty():
+            waiting.append(self._asked.get_nowait()[-1])
+        for future in waiting:
+            if not future.done():
+                future.set_exception(ArealError("the run ended before its servers were changed"))
 
     async def watch(self) -> None:
         """Ask for what the file says, each time it was written, until cancelled."""
-        await self._began.wait()
         while True:
             await asyncio.sleep(PERIOD_S)
             try:
@@ -107,6 +116,7 @@ class Membership:
         key = f"servers.{self._key}"
         # Places are looked at when servers join: `placement.servers` may name more than there are to be.
         settings = self._config.changed({key: wanted[self._key], "placement.servers": []}, self._file.name).servers
+        log.info("servers.%s = %s from now on", self._key, to_text(wanted[self._key], key))
         for server in self._servers:
             if server.given_up:
                 await self._leave(server)
@@ -162,7 +172,7 @@ class Membership:
                 await server.served.wait()
             if server.died.is_set():
                 raise ServerLost(f"{server.client.url} died before it served: {server.reason}")
-        except (ArealError, TimeoutError) as error:
+        except Exception as error:
             if server:
                 await self._leave(server)
             else:
@@ -177,26 +187,49 @@ class Membership:
         await self._cluster.workers.stop_server(server.index)
         log.info("server %d has left: %s", server.index, server.client.url)
 
-    def _write(self, value: Any) -> None:
-        self._file.write_text(f"{HEAD}{self._key} = {to_text(value, self._key)}\n", encoding="utf-8")
-        self._stamp = self._stamped()
-
-    def _stamped(self) -> object:
+    async def _say(self, value: Any) -> None:
+        """Write what the run has. That it cannot be written is no reason to end."""
         try:
-            stat = self._file.stat()
+            await asyncio.to_thread(self._write, f"{HEAD}{self._key} = {to_text(value, self._key)}\n")
         except OSError as error:
-            return error.errno
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+            log.error("cannot write %s: %s", self._file, error.strerror)
+
+    def _write(self, content: str) -> None:
+        new = self._file.with_name(f".{self._file.name}")
+        new.write_text(content, encoding="utf-8")
+        self._stamp = _stamped(new)  # first: `watch` must not take it for somebody else's
+        new.replace(self._file)
 
     def _read(self) -> dict[str, Any] | None:
         """What the file says, None when it is the one that was read before. Raises ConfigError."""
-        stamp = self._stamped()
+        stamp = _stamped(self._file)
         if stamp == self._stamp:
             return None
         self._stamp = stamp
         try:
-            return tomllib.loads(self._file.read_text(encoding="utf-8"))
+            with open(self._file, "rb", opener=_opener) as file:
+                content = file.read(LONGEST + 1)
+            if len(content) > LONGEST:
+                raise ConfigError(f"it is longer than {LONGEST} bytes")
+            return tomllib.loads(content.decode())
         except OSError as error:
             raise ConfigError(f"it cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"it is not TOML: {error}") from None
+
+
+def _opener(path: str, flags: int) -> int:
+    """For regular files only: a pipe, or a device, could be read for ever."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return descriptor
+
+
+def _stamped(file: Path) -> object:
+    try:
+        found = file.stat()
+    except OSError as error:
+        return error.errno
+    return found.st_mtime_ns, found.st_ino, found.st_size

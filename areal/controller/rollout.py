@@ -296,4 +296,4 @@ class RolloutLoop:
             if verdict is not Verdict.RETRY:
                 return
             if back_off := BACK_OFF_S.get(outcome.kind):
-                await asyncio.sleep(min(back_off * 2 ** (tries - 1), MAX_BACK_OFF_S))
+                await asyncio.sleep(min(back_off * 2 ** min(tries - 1, 10), MAX_BACK_OFF_S))

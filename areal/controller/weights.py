@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,10 +104,10 @@ class WeightSync:
         self._current: Current | None = None
         self._exported: int | None = None
         self._retracts = config.weights.interrupt == "retract"
-        self._broadcasts: dict[int, Broadcast] = {}
-        self._host = host
-        self._backend = backend
-        self._widths = [len(devices) for devices in config.placement.servers]
+        widths = [len(devices) for devices in config.placement.servers]
+        self._broadcast: Broadcast | None = None
+        if config.weights.transport == "group":
+            self._broadcast = Broadcast(trainer, origin, host, backend, config.weights.timeout_s, widths)
         fleet.sync = self.sync_server
 
     async def publish(self, version: int) -> PublishStats:
@@ -128,10 +128,10 @@ class WeightSync:
                 failed[server] = error
                 self._fleet.fail(server, str(error))
 
-            if self._settings.transport == "disk":
+            if not self._broadcast:
                 await self._export(version)
             elif self._settings.rollout == "all":
-                await self._broadcast(servers).prepare(servers, fail)
+                await self._broadcast.prepare(servers, fail)
             prepared = ready = now()
             current = self._current = Current(version, make_label(self._origin, version), expected)
 
@@ -150,10 +150,12 @@ class WeightSync:
 
             todo = [server for server in servers if server not in failed]
             for some in [[server] for server in todo] if self._settings.rollout == "rolling" else [todo]:
+                if self._broadcast:  # in a rolling publication a group of two, anew for each server
+                    some = await self._broadcast.prepare(some, fail)
                 prepared = now()
-                if self._settings.transport == "group":
+                if self._broadcast:
                     await asyncio.gather(*(self._fleet.interrupt(server) for server in some))
-                    await self._broadcast(some).send(some, current.label, finish, fail)
+                    await self._broadcast.send(some, current.label, finish, fail)
                 else:
                     await asyncio.gather(*(update(server) for server in some))
             reasons = [str(error) for error in failed.values()]
@@ -215,29 +217,20 @@ class WeightSync:
     async def leave(self, index: int) -> None:
         """Take a server out of the fleet, between two publications."""
         async with self._lock:
-            for broadcast in self._broadcasts.values():
-                await broadcast.leave_with(index)
+            if self._broadcast:
+                await self._broadcast.leave_with(index)
             await self._fleet.leave(index)
 
     async def close(self) -> None:
         """Leave the broadcast group, so that servers that run on can forget it."""
-        for broadcast in self._broadcasts.values():
-            await broadcast.leave()
+        if self._broadcast:
+            await self._broadcast.leave()
 
     def follow(self, trainer: TrainerClient) -> None:
         """The ranks were started again: take the weights from there from now on."""
         self._trainer = trainer
-        for broadcast in self._broadcasts.values():
-            broadcast.follow(trainer)
-
-    def _broadcast(self, servers: Sequence[Server]) -> Broadcast:
-        """The group of all servers; a rolling publication has a group of two for each."""
-        key = servers[0].index if self._settings.rollout == "rolling" else 0
-        if key not in self._broadcasts:
-            self._broadcasts[key] = Broadcast(
-                self._trainer, self._origin, self._host, self._backend, self._settings.timeout_s, self._widths
-            )
-        return self._broadcasts[key]
+        if self._broadcast:
+            self._broadcast.follow(trainer)
 
     async def _finish(self, server: Server, current: Current) -> float:
         """Flush, verify, open; the log-prob gap. A load leaves old KV behind when something still ran; in a pause

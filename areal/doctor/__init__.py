@@ -100,8 +100,10 @@ async def doctor(
             rows = await asyncio.to_thread(read, config.data.train)
     except ConfigError as error:
         found([Finding("data", "problem", str(error))])
-    found(await asyncio.to_thread(short, config, rows if tasks is not None else None))
-    if agent and not rows:
+    known = bool(findings)
+    rest = await asyncio.to_thread(short, config, rows if tasks is not None else None)
+    found(finding for finding in rest if not known or finding.check != "data")
+    if agent and not rows and not known:
         found([Finding("agent", "problem", "there are no tasks to try it on", "pass tasks, or set data.train")])
     if any(finding.level == "problem" for finding in findings):
         found([Finding("servers and ranks", "warning", "not started", "solve the problems above first")])

@@ -111,7 +111,7 @@ def disk(config: Config, model: Architecture) -> Iterator[Result]:
             "free some, or lower checkpoint.every",
         )
     if not short:
-        yield f"{(checkpoints + exports) / GB:.1f} GB for checkpoints and weights are free"
+        yield f"checkpoints and weights take {(checkpoints + exports) / GB:.2f} GB; {room / GB:.1f} GB are left then"
 
 
 def memory(config: Config, model: Architecture) -> Iterator[Result]:
@@ -136,7 +136,7 @@ def memory(config: Config, model: Architecture) -> Iterator[Result]:
             "use a smaller model, fewer servers or ranks, a smaller servers.max_total_tokens, or model.dtype=bfloat16",
         )
     else:
-        yield f"{(ranks + servers) / GB:.1f} of {available / GB:.1f} GB at least are taken"
+        yield f"servers and ranks take at least {(ranks + servers) / GB:.1f} of {available / GB:.1f} GB"
 
 
 def available_memory(groups: Path = Path("/sys/fs/cgroup")) -> float:
@@ -180,7 +180,7 @@ def _device_memory(plan: Plan, rank: float, weights: float) -> Iterator[Result]:
                 "use a smaller model, model.dtype=bfloat16, or more devices by `placement`",
             )
     if not short:
-        yield f"{max(needs.values()) / GB:.1f} GB at least are taken on a device"
+        yield f"servers and ranks take at least {max(needs.values()) / GB:.1f} GB of a device"
 
 
 def _ledger_bytes(config: Config) -> float:

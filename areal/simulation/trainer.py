@@ -51,6 +51,7 @@ class SimulatedTrainer:
         self._attempt = attempt
         self._tokens_per_s = tokens_per_s
         self._groups = groups
+        self._group = ""
         self._check = check
         self._groups_of = groups_of
         self._timeout_s = timeout_s
@@ -111,6 +112,9 @@ class SimulatedTrainer:
 
     async def join_group(self, group: WeightGroup) -> None:
         await self._busy(0.01)
+        if meeting := self._groups.pop(self._group, None):  # real ranks are in one group at most
+            meeting.break_up()
+        self._group = group.name
         await self._meet(group.name, "join", group.world_size)
 
     async def broadcast(self, group: str) -> None:

@@ -10,6 +10,8 @@ from itertools import chain
 from areal.config import Config
 from areal.errors import ConfigError
 
+SERVERS_A_CORE = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -35,6 +37,8 @@ def place(config: Config, devices: int | None = None) -> Plan:
     if absent := sorted(device for device in chain(ranks, *servers) if device >= devices):
         raise ConfigError(f"placement names device {absent[0]}, counted from 0; this machine has {_counted(devices)}")
     if devices == 0:
+        if count > (most := SERVERS_A_CORE * (os.cpu_count() or 1)):
+            raise ConfigError(f"servers.count={count}: {most} at most make sense on the {os.cpu_count()} cores here")
         return Plan(((),) * count, ())
     free = [device for device in range(devices) if device not in chain(ranks, *servers)]
     wanted = (0 if ranks else config.trainer.ranks) + (0 if servers else count)

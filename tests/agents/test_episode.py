@@ -122,6 +122,20 @@ async def test_rng_depends_on_seed_group_and_member(qwen3: Model) -> None:
     assert len({draw(1, 2, 3), draw(0, 2, 3), draw(1, 3, 3), draw(1, 2, 4), draw(1, 23, 0), draw(12, 3, 0)}) == 6
 
 
+async def test_sampling_seeds_depend_on_seed_group_member_and_call(qwen3: Model) -> None:
+    async def draw(seed: int, group: int, member: int) -> list[int]:
+        episode = qwen3.episode([5], [6], seed=seed, group=group, member=member)
+        for _ in range(2):
+            await episode.generate([1, 2, 3])
+        return [sampling.seed for _, sampling, _ in qwen3.calls]
+
+    assert await draw(1, 2, 3) == await draw(1, 2, 3)
+    identities = [(1, 2, 3), (0, 2, 3), (1, 3, 3), (1, 2, 4), (1, 23, 0), (12, 3, 0)]
+    seeds = [seed for identity in identities for seed in await draw(*identity)]
+    assert len(set(seeds)) == 2 * len(identities)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf"), "1", 1j, [1.0], 10**400])
 async def test_a_reward_that_is_no_finite_number_is_an_error(qwen3: Model, reward: object) -> None:
     """I9: never a 0."""

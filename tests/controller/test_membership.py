@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -141,12 +142,13 @@ async def running(
             file=folder / "servers.toml",
         )
         await run.publish(0)
+        await members.begin()
         tasks += [asyncio.create_task(members.run()), asyncio.create_task(members.watch())]
-        await until(run.file.exists)
         yield run
     finally:
         for task in tasks[1:]:
             task.cancel()
+        members.close()
         async with asyncio.timeout(3):
             await fleet.close()
             for task in tasks:
@@ -212,6 +214,10 @@ async def test_the_file_is_watched_and_each_kind_of_nonsense_is_named(
         await refused("", "nothing is given", "count = 2")
         await refused("number = 2\n", "number = 2 is given", "count = 2")
         await refused('urls = ["http://127.0.0.1:1"]\n', "starts its servers itself")
+        await refused("count = " + "[" * 5000 + "\n", "not TOML")
+        await refused("count = 0x" + "F" * 4000 + "\n", "servers.toml")
+        await refused("number = 0x" + "F" * 4000 + "\n", "servers.toml")
+        await refused("# " + "x" * 70_000 + "\n", "longer than 65536 bytes")
         await refused("count = 3\n", "servers.count=3: there are 2 places")
         await refused("count =  3\n", "servers.count=3: there are 2 places")
         run.file.unlink()
@@ -223,6 +229,48 @@ async def test_the_file_is_watched_and_each_kind_of_nonsense_is_named(
         await until(lambda: "server 1 has left" in caplog.text)
         assert run.indices() == [0]
         assert run.file.read_text() == "# mine\ncount = 1\n"
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device"])
+async def test_what_is_no_file_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """It is neither waited for nor read without an end; a change that a program asks for is made all the same."""
+    async with running(tmp_path) as run:
+        run.file.unlink()
+        match kind:
+            case "directory":
+                run.file.mkdir()
+            case "pipe":
+                os.mkfifo(run.file)
+            case "device":
+                run.file.symlink_to("/dev/zero")
+        await until(lambda: "it cannot be read" in caplog.text)
+        await run.members.change({"count": 2})
+        assert run.indices() == [0, 1]
+
+
+async def test_what_a_start_raises_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as run:
+
+        async def start(index: int) -> ServerClient:
+            raise OSError(24, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run.machine, "start_server", start)
+            with pytest.raises(ArealError, match=r"OSError: \[Errno 24\] Too many open files"):
+                await run.members.change({"count": 2})
+        await run.members.change({"count": 2})
+
+
+async def test_changes_one_after_the_other_end_with_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the run writes itself is nobody's wish."""
+    async with running(tmp_path) as run:
+        for _ in range(10):
+            for count in (2, 1):
+                await run.members.change({"count": count})
+        await asyncio.sleep(0.1)
+        assert run.indices() == [0]
+        assert run.file.read_text().endswith("count = 1\n")
+        assert "ERROR" not in caplog.text
 
 
 async def test_a_file_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

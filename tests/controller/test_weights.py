@@ -284,6 +284,16 @@ async def test_the_group_is_kept_and_formed_again_without_the_dead(tmp_path: Pat
         assert [server.label for server in servers] == ["run.0:2", "run.0:1", "run.0:2"]
 
 
+async def test_rolling_by_group_goes_on_and_on(tmp_path: Path) -> None:
+    """The ranks are in one group at most: each server gets its own anew."""
+    servers = FakeServer(), FakeServer()
+    async with running(tmp_path, *servers, settings=["weights.transport=group", "weights.rollout=rolling"]) as run:
+        for version in range(4):
+            await run.publish(version)
+            assert [server.label for server in servers] == [f"run.0:{version}"] * 2
+        assert run.fleet.stats().failures == run.fleet.stats().restarts == 0
+
+
 async def test_closing_leaves_the_group(tmp_path: Path) -> None:
     server = FakeServer()
     async with running(tmp_path, server, settings=["weights.transport=group"]) as run:

@@ -65,6 +65,36 @@ def test_the_controller_is_killed_in_a_step_and_after_one(run: Run) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_i4_the_losses_of_a_killed_run_are_those_of_an_undisturbed_one(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """With eta = 0 and seeded sampling, step by step: repeated steps, recalled turns and all that is sampled later."""
+    steps = 4
+    seeded = f"train.steps={steps}", "staleness.max=0", 'servers.args=["--enable-deterministic-inference"]'
+    runs = []
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        runs.append(Run(tiny_qwen3, tmp_path / name))
+    undisturbed, killed = runs
+    try:
+        undisturbed.start(*seeded)
+        assert undisturbed.end() == 0, undisturbed.output()
+        killed.start(*seeded)
+        # In the middle of the episodes of step 4: a checkpoint covers two of the three steps before.
+        assert killed.wait(lambda facts: trained(facts) == 3 and isinstance(facts[-1], Finished)), killed.output()
+        killed.kill("controller")
+        killed.resume()
+        assert killed.end() == 0, killed.output()
+        killed.check(steps)
+    finally:
+        for run in runs:
+            run.close()
+    expected, losses = undisturbed.losses(), killed.losses()
+    assert len(set(map(tuple, expected.values()))) == steps, "losses that never change prove nothing"
+    assert losses[3][1:], "step 3 was not repeated"
+    for step in range(1, steps + 1):
+        assert losses[step] == pytest.approx(expected[step] * len(losses[step]), abs=1e-5), f"step {step}"
+
+
+@pytest.mark.timeout(400)
 def test_a_rank_and_a_server_are_killed(run: Run) -> None:
     """A server is replaced while the run goes on; after a rank's death the run may end, with the cause, and resumes."""
     run.start()

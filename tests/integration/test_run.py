@@ -179,11 +179,19 @@ async def test_a_server_that_is_killed_in_mid_generation_is_replaced_and_no_epis
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("interrupt", ["retract", "abort"])
-async def test_two_servers_take_versions_one_after_the_other(tiny_qwen3: Path, tmp_path: Path, interrupt: str) -> None:
+@pytest.mark.parametrize(("interrupt", "transport"), [("retract", "disk"), ("abort", "disk"), ("abort", "group")])
+async def test_two_servers_take_versions_one_after_the_other(
+    tiny_qwen3: Path, tmp_path: Path, interrupt: str, transport: str
+) -> None:
     """rolling, with late=wait; retracted requests stay in their server and carry the span of each version (I6)."""
     changes = {"weights.rollout": "rolling", "weights.interrupt": interrupt, "staleness.late": "wait"}
-    changes |= {"servers.count": 2, "train.steps": 5, "sampling.max_new_tokens": 48, "checkpoint.every": 0}
+    changes |= {
+        "weights.transport": transport,
+        "servers.count": 2,
+        "train.steps": 5,
+        "sampling.max_new_tokens": 48,
+        "checkpoint.every": 0,
+    }
     async with Controller(config(tiny_qwen3, tmp_path, **changes)) as controller:
         await controller.train(two_turns, tasks(40))
         stats = controller.cluster.fleet.stats()

@@ -93,6 +93,7 @@ class SGLangClient:
                 "temperature": sampling.temperature,
                 "stop_token_ids": sampling.stop_token_ids,
                 "ignore_eos": sampling.ignore_eos,
+                "sampling_seed": sampling.seed,  # of effect with --enable-deterministic-inference only
                 # said outright: a model's generation_config.json may set others, which the ranks could not reproduce
                 "top_p": 1.0,
                 "top_k": -1,
@@ -315,7 +316,7 @@ class SGLangClient:
         try:
             async with self._session.request(method, self.url + path, data=payload, headers=self._headers) as response:
                 return response.status, await response.read()
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # the last: of an address that cannot be one
             raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from None
 
     def _refused(self, path: str, why: str) -> ServerRefused:

@@ -78,8 +78,11 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from areal.workers.rollout.seeded import allow_on_cpu
+
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None  # SGLang would set "spawn"
+    allow_on_cpu()
     args = prepare_server_args(["--device", "cpu", "--attention-backend", "torch_native", *arguments])
     close_http(args)
     importlib.import_module("sglang.srt.entrypoints.http_server")  # all that is left to import before the fork

@@ -144,13 +144,14 @@ async def test_sampling_is_said_outright(client: SGLangClient, monkeypatch: pyte
 
     monkeypatch.setattr(client, "_send", send)
     with pytest.raises(ServerRefused):
-        await client.generate(RID, ids(PROMPT)[::2], Sampling(5, 0.7, (3, 4), True))
+        await client.generate(RID, ids(PROMPT)[::2], Sampling(5, 0.7, (3, 4), True, seed=9))
     assert sent["input_ids"].tolist() == [5, 42]
     assert sent["sampling_params"] == {
         "max_new_tokens": 5,
         "temperature": 0.7,
         "stop_token_ids": (3, 4),
         "ignore_eos": True,
+        "sampling_seed": 9,
         "top_p": 1.0,
         "top_k": -1,
         "min_p": 0.0,

@@ -1,0 +1,74 @@
+"""The real controller on simulated workers, used otherwise than by `async with` and `train` in a row."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from areal.controller.controller import Controller
+from areal.errors import ArealError
+from areal.simulation.campaign import ATTEMPTS, Simulation, draw
+from areal.simulation.clock import run
+
+
+@pytest.fixture
+def calm(tmp_path: Path) -> Simulation:
+    """A run without faults, of many steps."""
+    case = replace(draw(3), faults=((),) * ATTEMPTS, kills=(0.0,) * ATTEMPTS, resizes=(), agent_fails=0.0, tasks=0)
+    made = Simulation(replace(case, settings=(*case.settings, "train.steps=1000", "data.epochs=0")), tmp_path)
+    made._calm = True
+    return made
+
+
+def controller_of(calm: Simulation) -> Controller:
+    calm._controller = Controller(calm._config, calm._world.workers)
+    return calm._controller
+
+
+def test_a_train_that_nobody_waits_for_ends_with_its_controller(calm: Simulation) -> None:
+    """It would go on against a closed fleet, and fail until its budget is used up."""
+
+    async def main() -> None:
+        async with controller_of(calm) as controller:
+            training = asyncio.create_task(controller.train(calm._agent, [{"id": str(i)} for i in range(9)]))
+            while controller.scheduler.state.version < 2:
+                await asyncio.sleep(0.1)
+        assert training.cancelled()
+        state = controller.scheduler.state
+        assert sum(state.failures.values()) == 0
+        assert "agent" not in state.dropped
+
+    run(main())
+
+
+def test_what_is_asked_of_a_controller_outside_its_time(calm: Simulation) -> None:
+    async def main() -> None:
+        with pytest.raises(ArealError, match="enter `async with controller` first"):
+            await controller_of(calm).change_servers(count=2)
+        async with controller_of(calm) as controller:
+            late = asyncio.create_task(controller.train(calm._agent, [{"id": "1"}]))
+        with pytest.raises(ArealError, match="the run is over"):
+            await late
+        with pytest.raises(ArealError, match="the run is over"):
+            await controller.change_servers(count=2)
+
+    run(main())
+
+
+def test_changes_of_servers_say_what_they_want(calm: Simulation) -> None:
+    async def main() -> None:
+        async with controller_of(calm) as controller:
+            with pytest.raises(ArealError, match=r"count = 2 and urls = .* is given"):
+                await controller.change_servers(count=2, urls=["http://127.0.0.1:1"])
+            with pytest.raises(ArealError, match="nothing is given"):
+                await controller.change_servers()
+            with pytest.raises(ArealError, match=r"servers\.count=0"):
+                await controller.change_servers(count=0)
+            await controller.change_servers(count=3)
+            assert len(controller.cluster.fleet.servers) == 3
+            assert controller.folder.servers_file.read_text().endswith("count = 3\n")
+
+    run(main())

@@ -54,6 +54,7 @@ class TrainLoop:
         self._changed = changed
         self._background = background
         self._repeated = repeated
+        cluster.weights.on_owing = changed.notify
         self._request: TrainRequest | None = None
         self._writing: asyncio.Task[None] | None = None
         self._restarts = 0
@@ -75,6 +76,9 @@ class TrainLoop:
                 break
             if self._rollout.exhausted or self.scheduler.state.version >= self.scheduler.settings.last_version:
                 return None
+            if self.cluster.weights.owing:  # without that server there may never be a batch
+                await self._with_ranks(self.cluster.weights.catch_up)
+                continue
             await self._changed.wait()
         await self.ledger.barrier()
         groups = []

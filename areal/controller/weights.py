@@ -103,6 +103,9 @@ class WeightSync:
         self._lock = asyncio.Lock()
         self._current: Current | None = None
         self._exported: int | None = None
+        self.owing = False
+        self.on_owing: Callable[[], None] = lambda: None
+        """Called when `owing` becomes true."""
         self._retracts = config.weights.interrupt == "retract"
         widths = [len(devices) for devices in config.placement.servers]
         self._broadcast: Broadcast | None = None
@@ -176,9 +179,17 @@ class WeightSync:
         """Bring one server that just came up to the current version, and open it. Raises ServerError.
 
         Before the first publication a server opens when its label is of this run and attempt. When the weights cannot
-        be had (transport `group`, while the trainer is on its way to the next version; ranks that fail) the server
-        stays closed, and the next publication takes it along.
+        be had (transport `group`, while the trainer is on its way to the next version) the server stays closed, and
+        the next publication takes it along. When ranks fail at it, `owing` says so: somebody has to heal them first.
         """
+        try:
+            await self._bring(server)
+        except TrainerError as error:
+            log.warning("%s waits for its weights: %s", server.client.url, error)
+            self.owing = True
+            self.on_owing()
+
+    async def _bring(self, server: Server) -> None:
         async with self._lock:
             if server.state != "starting":
                 return  # a publication took it along, or it has died
@@ -190,11 +201,7 @@ class WeightSync:
             if self._exported != current.version:
                 if self._held() != current.version:
                     return
-                try:
-                    await self._export(current.version)
-                except TrainerError as error:  # of ranks that are lost, the run's next step will hear
-                    log.warning("%s waits for its weights: %s", server.client.url, error)
-                    return
+                await self._export(current.version)
                 if self._held() != current.version:  # a step began meanwhile: which weights these are is not known
                     self._exported = None
                     return
@@ -205,12 +212,13 @@ class WeightSync:
                 await self._finish(server, current)
 
     async def catch_up(self) -> None:
-        """Bring the servers up to date that came up while the ranks were on their way (see `sync_server`), where no
-        publication follows."""
+        """Bring the servers up to date that came up while the ranks were on their way, or failed (see `sync_server`),
+        where no publication follows. Raises TrainerError."""
+        self.owing = False
         for server in tuple(self._fleet.servers):
             if server.state == "starting" and server.up.is_set():
                 try:
-                    await self.sync_server(server)
+                    await self._bring(server)
                 except ServerError as error:
                     self._fleet.fail(server, str(error))
 

@@ -388,6 +388,10 @@ class Simulation:
             self._controller.ledger.abandon()
             with LedgerReader.open(self._controller.folder.ledger) as reader:
                 self._audit.follow(reader.facts(after=self._audit.seen))
+        log = logging.getLogger("areal")
+        for handler in tuple(log.handlers):
+            if isinstance(handler, logging.FileHandler) and self._folder in Path(handler.baseFilename).parents:
+                log.removeHandler(handler)
         asyncio.set_event_loop(None)
         for task in asyncio.all_tasks(loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ FIXED_SEEDS: dict[int, str] = {
     1: "a resumed run with a stream of tasks was refused for data.shuffle, which nobody had set",
     9188: "a server that came up while restarted ranks repeated steps was never opened",
     1205: "a server that left after all servers of its weight group had died ended the run",
+    9769: "a server that ranks could not give its weights was never opened, and without it there was no step",
     168: "cleanup of an abandoned controller ran inside a later one",
 }
 """Seeds that found a fault, and what it was."""

@@ -17,8 +17,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 help:
 	@echo 'make search-agent   set up, then train a search agent by RL; ARGS="seed=2 train.steps=60" passes settings'
 	@echo 'make test           set up, then run all checks: lint, unit, integration'
-	@echo 'make kill-test      set up, then kill parts of real runs at random moments, for a quarter of an hour'
-	@echo 'make campaign       set up, then simulate 10,000 runs under random faults, for a quarter of an hour'
+	@echo 'make kill-test      set up, then kill parts of real runs at random moments, for some 20 minutes'
+	@echo 'make campaign       set up, then simulate 10,000 runs under random faults, for some 20 minutes'
 	@echo 'make bench          set up, then run all benchmarks; ARGS="--json FOLDER" passes options'
 	@echo 'make install        set up only'
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import library
 
 MASK = 0xFFFFFFFF
 
@@ -21,8 +22,8 @@ def allow_on_cpu() -> None:
 
     add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
-    torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-    torch.library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", hash_of)
+    library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", hash_of)
 
 
 def hash_of(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,9 @@ from typing import Any, overload
 import numpy as np
 import orjson
 
-from areal.config import Config, Data
+from areal.config import Config
 from areal.errors import ConfigError, DataError
+from areal.settings import Data
 from areal.types import Task
 
 Row = Mapping[str, Any]

@@ -9,7 +9,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from areal.simulation.campaign import campaign, draw, simulate
+from areal.simulation.campaign import campaign, simulate
+from areal.simulation.case import draw
 from areal.simulation.server import Speed
 from benchmarks.table import arguments, report
 

@@ -1,7 +1,8 @@
 import pytest
 
-from areal.config import SETTINGS, Config, GroupSettings, Train
+from areal.config import SETTINGS, Config
 from areal.errors import ConfigError
+from areal.settings import GroupSettings, Train
 
 
 def refused(*arguments: str, **defaults: object) -> str:

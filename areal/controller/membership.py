@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import stat
+import threading
 import tomllib
 from collections.abc import Awaitable, Mapping, Sequence
 from itertools import count, islice
@@ -52,10 +53,11 @@ class Membership:
         self._doing: asyncio.Future[None] | None = None
         self._over = False
         self._stamp: object = None
+        self._access = threading.Lock()  # of the file and its stamp, which threads read and write
 
     async def begin(self) -> None:
         """Write the file; `run` and `watch` come next."""
-        await self._say(self._config[f"servers.{self._key}"])
+        await self._say(self._config[f"servers.{self._key}"], anew=True)
 
     async def run(self) -> None:
         """Make the changes that `change` is asked for, until cancelled."""
@@ -63,7 +65,7 @@ class Membership:
             wanted, write, self._doing = await self._asked.get()
             try:
                 await self._make(wanted)
-                if write and _stamped(self._file) == self._stamp:  # else somebody has just written it
+                if write:
                     await self._say(wanted[self._key])
             except Exception as error:  # nothing that somebody asks for here may end the run
                 if not isinstance(error, ArealError):
@@ -187,25 +189,32 @@ class Membership:
         await self._cluster.workers.stop_server(server.index)
         log.info("server %d has left: %s", server.index, server.client.url)
 
-    async def _say(self, value: Any) -> None:
+    async def _say(self, value: Any, *, anew: bool = False) -> None:
         """Write what the run has. That it cannot be written is no reason to end."""
         try:
-            await asyncio.to_thread(self._write, f"{HEAD}{self._key} = {to_text(value, self._key)}\n")
+            await asyncio.to_thread(self._write, f"{HEAD}{self._key} = {to_text(value, self._key)}\n", anew)
         except OSError as error:
             log.error("cannot write %s: %s", self._file, error.strerror)
 
-    def _write(self, content: str) -> None:
-        new = self._file.with_name(f".{self._file.name}")
-        new.write_text(content, encoding="utf-8")
-        self._stamp = _stamped(new)  # first: `watch` must not take it for somebody else's
-        new.replace(self._file)
+    def _write(self, content: str, anew: bool) -> None:
+        """Nothing when somebody has just written the file, unless it is written `anew`."""
+        with self._access:
+            if anew or _stamped(self._file) == self._stamp:
+                new = self._file.with_name(f".{self._file.name}")
+                new.write_text(content, encoding="utf-8")
+                stamp = _stamped(new)
+                new.replace(self._file)
+                self._stamp = stamp
 
     def _read(self) -> dict[str, Any] | None:
         """What the file says, None when it is the one that was read before. Raises ConfigError."""
-        stamp = _stamped(self._file)
-        if stamp == self._stamp:
-            return None
-        self._stamp = stamp
+        with self._access:
+            if (stamp := _stamped(self._file)) == self._stamp:
+                return None
+            self._stamp = stamp
+            return self._parsed()
+
+    def _parsed(self) -> dict[str, Any]:
         try:
             with open(self._file, "rb", opener=_opener) as file:
                 content = file.read(LONGEST + 1)

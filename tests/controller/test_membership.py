@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -273,6 +274,38 @@ async def test_changes_one_after_the_other_end_with_the_last(tmp_path: Path, cap
         assert "ERROR" not in caplog.text
 
 
+async def test_what_is_read_while_the_run_writes_is_no_wish(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reader and writer are threads: the old content with the new stamp looked like a change back."""
+    caplog.set_level(logging.INFO, "areal")
+    read = threading.Event()
+    replace = Path.replace
+
+    def in_the_middle(self: Path, target: Path) -> Path:
+        """The new content is there, the file is the old one: let `watch` look at it."""
+        read.clear()
+        read.wait(0.2)
+        return replace(self, target)
+
+    async with running(tmp_path) as run:
+        stamped = membership_module._stamped
+
+        def noted(file: Path) -> object:
+            found = stamped(file)
+            if file == run.file:
+                read.set()
+            return found
+
+        monkeypatch.setattr(membership_module, "_stamped", noted)
+        monkeypatch.setattr(Path, "replace", in_the_middle)
+        await run.members.change({"count": 2})
+        await asyncio.sleep(0.1)
+        await run.members.change({"count": 3})
+        assert run.indices() == [0, 1, 2]
+        assert caplog.text.count("from now on") == 2, caplog.text
+
+
 async def test_a_file_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(tmp_path) as run:
         run.file.unlink()
@@ -325,13 +358,18 @@ async def test_one_that_was_given_up_leaves_before_one_that_starts_again(tmp_pat
         assert check(await run.calls(1, 20)[0], [0, 0], 20) == [0] * 20
 
 
-async def test_an_open_server_stays_when_one_that_starts_can_leave(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_one_that_is_being_started_again_leaves_before_an_open_one(tmp_path: Path, lost: int) -> None:
     async with running(tmp_path, count=2) as run:
         run.machine.slow.clear()
-        await run.machine.servers[0].stop()
+        await run.machine.servers[lost].stop()
         await until(lambda: run.fleet.stats().restarts == 1)
         await run.members.change({"count": 1})
-        assert [(server.index, server.state) for server in run.fleet.servers] == [(1, "open")]
+        assert [(server.index, server.state) for server in run.fleet.servers] == [(1 - lost, "open")]
+        run.machine.slow.set()
+        await asyncio.sleep(0.1)
+        assert list(run.machine.servers) == [1 - lost], "its restart went on"
+        await run.publish(1)
 
 
 async def test_a_change_goes_on_when_whoever_asked_for_it_is_gone(tmp_path: Path) -> None:
@@ -404,19 +442,6 @@ async def test_time_stood_still_is_that_of_the_servers_of_its_day(tmp_path: Path
         assert run.fleet.stats().still_s == before
         await run.members.change({"count": 1})
         assert before <= run.fleet.stats().still_s < before + 0.1
-
-
-async def test_a_server_that_is_being_started_again_can_leave(tmp_path: Path) -> None:
-    async with running(tmp_path, count=2) as run:
-        run.machine.slow.clear()
-        await run.machine.servers[1].stop()
-        await until(lambda: run.fleet.stats().restarts == 1)
-        await run.members.change({"count": 1})
-        assert run.indices() == [0]
-        run.machine.slow.set()
-        await asyncio.sleep(0.1)
-        assert list(run.machine.servers) == [0], "its restart went on"
-        await run.publish(1)
 
 
 async def test_places_that_the_settings_name_are_the_most_there_can_be(tmp_path: Path) -> None:

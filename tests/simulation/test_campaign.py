@@ -15,7 +15,8 @@ from areal.controller import calls
 from areal.controller.reader import LedgerReader
 from areal.controller.rollout import RolloutLoop, Signal
 from areal.controller.scheduler import Scheduler
-from areal.simulation.campaign import campaign, draw, quiet, simulate
+from areal.simulation.campaign import campaign, quiet, simulate
+from areal.simulation.case import draw
 from areal.simulation.workers import SERVER_FAULTS, TRAINER_FAULTS
 
 SEEDS = 100

@@ -10,7 +10,8 @@ import pytest
 
 from areal.controller.controller import Controller
 from areal.errors import ArealError
-from areal.simulation.campaign import ATTEMPTS, Simulation, draw
+from areal.simulation.campaign import Simulation
+from areal.simulation.case import ATTEMPTS, draw
 from areal.simulation.clock import run
 
 

@@ -32,7 +32,7 @@ from areal.controller.report import Reporter
 from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, attempt, name_of
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.controller.train import TrainLoop
-from areal.controller.watchdog import LoopWatch, Watchdog
+from areal.controller.watchdog import LoopWatch, Watchdog, rare_collections
 from areal.data import Tasks, check, evaluation_tasks
 from areal.doctor import before_run
 from areal.errors import ArealError, root_cause
@@ -157,6 +157,8 @@ class Controller:
                 background,
                 metrics.log,
             )
+            if not inline:
+                stack.enter_context(rare_collections())
             await self._steps.recover()
             log.info("ready after %.0f s", asyncio.get_running_loop().time() - started)
             self._stack = stack.pop_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal.controller import watchdog
-from areal.controller.watchdog import LoopWatch, Watchdog
+from areal.controller.watchdog import COLLECT_EVERY, LoopWatch, Watchdog, rare_collections
 from areal.errors import Stalled
 from areal.simulation import clock
 
@@ -104,3 +105,19 @@ async def test_a_blocked_event_loop_is_named(caplog: pytest.LogCaptureFixture, m
         beats.cancel()
     assert "by task agent 3/1" in caplog.text
     assert "in blocks" in caplog.text
+
+
+@pytest.mark.parametrize("youngest", [0, 700, 50_000])
+def test_during_a_run_the_collector_leaves_alone_what_was_there_before(youngest: int) -> None:
+    """0 is somebody who has switched it off."""
+    before = gc.get_threshold()
+    gc.set_threshold(youngest, *before[1:])
+    try:
+        with rare_collections():
+            assert gc.get_freeze_count() > 10_000
+            assert len(gc.get_objects()) < 1000
+            assert gc.get_threshold() == ({700: COLLECT_EVERY}.get(youngest, youngest), *before[1:])
+        assert gc.get_freeze_count() == 0
+        assert gc.get_threshold() == (youngest, *before[1:])
+    finally:
+        gc.set_threshold(*before)

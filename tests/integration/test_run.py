@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -59,6 +60,7 @@ async def test_ten_asynchronous_steps_account_for_every_group(tiny_qwen3: Path, 
     async with Controller(settings) as controller:
         before = await controller.evaluate(two_turns, tasks(16), label="success_before")
         await controller.train(two_turns, tasks(40))
+        assert gc.get_freeze_count() > 100_000, "a full collection would stop the loop for 0.2 s (I8)"
         state = controller.scheduler.state
         folder = controller.folder
     assert len(before.rewards) == 16

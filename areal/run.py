@@ -205,7 +205,7 @@ class RunFolder:
         for step in removed:
             self.checkpoint(step).rename(self.path / "checkpoints" / f".deleted-{step}-{uuid.uuid4().hex}")
         for leftover in (self.path / "checkpoints").glob(".deleted-*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # somebody may still read it; the next call tries again
         return removed
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ from areal.agents.template import Template
 from areal.config import Config
 from areal.controller.calls import random_rids
 from areal.controller.fleet import Fleet
-from areal.controller.watchdog import rare_collections
+from areal.controller.watchdog import spare_the_loop
 from areal.types import Ints, Sampling
 from areal.workers.process import Child, free_port
 from areal.workers.rollout.client import SGLangClient, open_session
@@ -179,9 +179,9 @@ async def measure(count: int, concurrency: int, template: Template) -> dict[str,
                 "chat": by_chat,
             }
             await cpu_ms(ways["bare"], concurrency, concurrency)  # opens the connections
-            with rare_collections():  # as in a run
-                for _ in range(ROUNDS[count]):
-                    rounds.append({name: await cpu_ms(way, concurrency, requests) for name, way in ways.items()})
+            spare_the_loop()  # as in a run
+            for _ in range(ROUNDS[count]):
+                rounds.append({name: await cpu_ms(way, concurrency, requests) for name, way in ways.items()})
             await fleet.close()
             await running
     middle = sorted(rounds, key=lambda each: each["generate"] / each["bare"])[len(rounds) // 2]

@@ -85,6 +85,16 @@ def test_prune_keeps_the_newest_by_step_and_clears_leftovers(tmp_path):
     ]
 
 
+def test_prune_leaves_what_cannot_be_deleted_for_the_next_time(tmp_path):
+    """The checkpoint that came before is on disk, and the run goes on."""
+    folder = make(tmp_path, checkpoint={"keep": 1})
+    (folder.path / "checkpoints" / ".deleted-5-x").touch()  # as a file that NFS keeps for a reader: no rmtree
+    for step in (9, 20):
+        folder.checkpoint(step).mkdir()
+    assert folder.prune() == [9]
+    assert list(folder.checkpoints()) == [20]
+
+
 def test_summary_has_every_key_and_is_replaced_whole(tmp_path):
     folder = make(tmp_path)
     folder.write_summary({"steps": 3})

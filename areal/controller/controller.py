@@ -32,7 +32,7 @@ from areal.controller.report import Reporter
 from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, attempt, name_of
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.controller.train import TrainLoop
-from areal.controller.watchdog import LoopWatch, Watchdog, rare_collections
+from areal.controller.watchdog import LoopWatch, Watchdog, spare_the_loop
 from areal.data import Tasks, check, evaluation_tasks
 from areal.doctor import before_run
 from areal.errors import ArealError, root_cause
@@ -75,6 +75,13 @@ class Controller:
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError before anything starts; ProcessError or TrainerError when a part does not come up."""
+        try:
+            return await self._start()
+        except BaseExceptionGroup as failures:
+            cause = root_cause(failures)
+            raise cause from cause.__cause__
+
+    async def _start(self) -> Self:
         config = self.config
         self.scheduler = Scheduler(SchedulerSettings.from_config(config), self._record)
         await asyncio.to_thread(self._workers.check)
@@ -158,7 +165,7 @@ class Controller:
                 metrics.log,
             )
             if not inline:
-                stack.enter_context(rare_collections())
+                spare_the_loop()
             await self._steps.recover()
             log.info("ready after %.0f s", asyncio.get_running_loop().time() - started)
             self._stack = stack.pop_all()

@@ -65,7 +65,7 @@ class Membership:
             wanted, write, self._doing = await self._asked.get()
             try:
                 await self._make(wanted)
-                if write:
+                if write and self._asked.empty():  # else the next one says what there is, or the file has it already
                     await self._say(wanted[self._key])
             except Exception as error:  # nothing that somebody asks for here may end the run
                 if not isinstance(error, ArealError):

@@ -114,9 +114,11 @@ class TrainLoop:
         await self._with_ranks(self._checkpoint)
 
     async def stop(self) -> None:
-        """A last checkpoint, with the step that runs; nothing is started again."""
+        """A last checkpoint, with the step that runs; nothing is started again. None while the ranks are on their way
+        back to where they were: what the last checkpoint lacks is taken again at the resume."""
         await self._end_step()
-        await self._checkpoint()
+        if self.cluster.held == self.scheduler.state.version:
+            await self._checkpoint()
 
     async def _train_step(self, batch: Batch, rate: float) -> TrainStats:
         request = await asyncio.to_thread(
@@ -134,10 +136,12 @@ class TrainLoop:
         return stats
 
     async def _end_step(self) -> None:
-        """After a stop in mid-step: the ranks finish it all the same, and a repeat gets their answer (I4)."""
-        if self._request is not None:
-            stats = await self.cluster.trainer.train(self._request)
-            self.scheduler.trained(self._request.batch_id)
+        """After a stop in mid-step: the ranks finish it all the same, and a repeat gets their answer (I4). A step that
+        counts already, and was taken again, is left."""
+        request, open_batch = self._request, self.scheduler.state.batch
+        if request and open_batch and request.batch_id == open_batch.batch:
+            stats = await self.cluster.trainer.train(request)
+            self.scheduler.trained(request.batch_id)
             self._request, self.cluster.held = None, stats.version
 
     async def _with_ranks(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -153,6 +157,7 @@ class TrainLoop:
                 if failed or self._restarts == self.config.trainer.restarts:
                     raise
                 failed = True
+                self._request = None
                 self._restarts += 1
                 limit = self.config.trainer.restarts
                 log.warning("the ranks are started again, %d of %d: %s", self._restarts, limit, error)
@@ -167,10 +172,8 @@ class TrainLoop:
     async def _begin_checkpoint(self) -> None:
         """Copy the trainer's state aside; it is written while the run goes on. One at a time."""
         version = self.scheduler.state.version
-        if self._writing:
-            await self._writing
-        saved = self.scheduler.state.checkpoint
-        if saved is None or saved.version != version:
+        await self._written()
+        if self._saved_version() != version:
             await self.cluster.trainer.stage(str(self.folder.checkpoint(version)))
             self._writing = self._background.create_task(self._write_checkpoint(version), name="checkpoint")
 
@@ -188,8 +191,19 @@ class TrainLoop:
 
     async def _checkpoint(self) -> None:
         await self._begin_checkpoint()
+        await self._written()
+        if self._saved_version() != self.scheduler.state.version:
+            raise TrainerError("the last checkpoint was lost with its rank")
+
+    async def _written(self) -> None:
+        """Once no checkpoint is being written. Whoever waits may be cancelled, and the writing goes on."""
         if self._writing:
-            await self._writing
+            await asyncio.wait((self._writing,))
+            self._writing.result()
+
+    def _saved_version(self) -> int | None:
+        saved = self.scheduler.state.checkpoint
+        return saved.version if saved else None
 
     async def _repeat(self) -> None:
         """Take the steps after the checkpoint again, with their recorded batches and learning rates (I4)."""

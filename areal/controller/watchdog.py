@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -115,11 +114,14 @@ class LoopWatch:
 
     async def run(self) -> None:
         self._beat = time.monotonic()
-        while True:
-            due = self._loop.time() + BEAT_S
-            await asyncio.sleep(BEAT_S)
-            self._lag = max(self._lag, self._loop.time() - due)
-            self._beat = time.monotonic()
+        try:
+            while True:
+                due = self._loop.time() + BEAT_S
+                await asyncio.sleep(BEAT_S)
+                self._lag = max(self._lag, self._loop.time() - due)
+                self._beat = time.monotonic()
+        finally:
+            self._beat = math.inf
 
     def _listen(self) -> None:
         limit = BLOCKED_S
@@ -140,9 +142,8 @@ class LoopWatch:
                 )
 
 
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Let the garbage collector leave alone what is there by now, and come less often.
+def spare_the_loop() -> None:
+    """Have the garbage collector leave alone what is there by now, for good, and come less often.
 
     With PyTorch and transformers imported, a full collection walks 0.4 million objects: 0.2 s in which the event loop
     stands still, and I8 has 0.1.
@@ -151,8 +152,3 @@ def rare_collections() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.set_threshold(youngest and max(youngest, COLLECT_EVERY), *older)  # 0 is off, and stays so
-    try:
-        yield
-    finally:
-        gc.set_threshold(youngest, *older)
-        gc.unfreeze()

@@ -153,6 +153,8 @@ class WeightSync:
 
             todo = [server for server in servers if server not in failed]
             for some in [[server] for server in todo] if self._settings.rollout == "rolling" else [todo]:
+                if not (some := [server for server in some if server.state != "dead"]):
+                    continue  # it died while others took theirs
                 if self._broadcast:  # in a rolling publication a group of two, anew for each server
                     some = await self._broadcast.prepare(some, fail)
                 prepared = now()

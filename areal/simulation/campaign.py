@@ -3,9 +3,10 @@
     python -m areal.simulation.campaign --seeds 10000 [--first-seed N] [--json FILE]
     python -m areal.simulation.campaign --seed 4711          # one seed, and what happened in it
 
-A seed draws a workload and faults, and kills the controller now and then; an interrupted or failed run is resumed
-until it comes to its end. I1 to I9 are checked at every step (`audit`), and the end must be the right one: every step
-done, every group in the final weights once, nothing left running. What a seed does depends on nothing but the seed.
+A seed draws a workload and faults, and kills or stops the controller now and then; an interrupted or failed run is
+resumed until it comes to its end. I1 to I9 are checked at every step (`audit`), and the end must be the right one:
+every step done and in a checkpoint, every group in the final weights once, nothing left running. What a seed does
+depends on nothing but the seed.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ from areal.types import Task
 
 LIMIT_S = 50_000.0
 """Virtual seconds in which an attempt must end: far above every deadline of the drawn settings."""
+STOP_S = 10.0
+"""From the first Ctrl-C to the end; then a run ends the hard way."""
 ABORT_S = 0.1
 """I8: from the cancellation of an episode to the abort of its request."""
 
@@ -98,6 +101,7 @@ class Simulation:
         )
         self._controller: Controller | None = None
         self._late: list[str] = []
+        self._log_level = logging.getLogger("areal").level
         self._calm = False
 
     def run(self) -> Outcome:
@@ -106,7 +110,7 @@ class Simulation:
             for number in range(ATTEMPTS):
                 last = self._calm = number == ATTEMPTS - 1
                 self._world.faults = () if last else self.case.faults[number]
-                if self._attempt(0.0 if last else self.case.kills[number]):
+                if self._attempt(*(0.0, 0.0) if last else (self.case.kills[number], self.case.stops[number])):
                     self._check_end()
                     return self.outcome
                 run = next(iter(sorted(self._folder.glob("run-*"))), None)
@@ -117,14 +121,23 @@ class Simulation:
             self.outcome.violation = str(violation)
         return self.outcome
 
-    def _attempt(self, kill_at: float) -> bool:
-        """One controller, until the run is done (True), it fails for an honest reason, or it is killed."""
+    def _attempt(self, kill_at: float, stop_at: float) -> bool:
+        """One controller, until the run is done (True), it fails for an honest reason, or it is killed or stopped."""
         loop = VirtualLoop(kill_at or LIMIT_S)
         asyncio.set_event_loop(loop)
+        life = loop.create_task(self._live())
+        if stop_at:
+            loop.call_at(stop_at, life.cancel)
         try:
-            loop.run_until_complete(self._live())
+            loop.run_until_complete(life)
             self.outcome.ends.append("done")
             return True
+        except asyncio.CancelledError:
+            if loop.time() > stop_at + STOP_S:
+                raise Violation(f"I7: the stop took {loop.time() - stop_at:.1f} s") from None
+            self.outcome.ends.append("stopped")
+            self.outcome.happened["controller stopped"] += 1
+            return False
         except OutOfTime:
             if not kill_at:
                 raise Violation(f"I7: not at its end after {LIMIT_S:g} s; it waits for {self._waits()}") from None
@@ -254,6 +267,8 @@ class Simulation:
             raise Violation(f"I3: the run ended at version {audit.version} of {config.train.steps}")
         if list(weights.groups) != list(audit.trained) or self._world.trainer.version != audit.version:
             raise Violation(f"I4: the weights have groups {weights.groups}, trained are {list(audit.trained)}")
+        if state.checkpoint is None or state.checkpoint.version != audit.version:
+            raise Violation(f"I4: version {audit.version} is the last, and the checkpoint is {state.checkpoint}")
         counts = state.trained, sum(state.dropped.values()), len(state.open)
         if counts != (len(audit.trained), len(audit.dropped), len(audit.open)):
             raise Violation(f"I3: trained, dropped, open: the state has {counts}")
@@ -278,6 +293,7 @@ class Simulation:
         for handler in tuple(log.handlers):
             if isinstance(handler, logging.FileHandler) and self._folder in Path(handler.baseFilename).parents:
                 log.removeHandler(handler)
+        log.setLevel(self._log_level)
         asyncio.set_event_loop(None)
         for task in asyncio.all_tasks(loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]

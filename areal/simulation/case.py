@@ -15,8 +15,9 @@ ATTEMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a seed stands for. kills: seconds of each attempt after which the controller is killed; 0 lets it be.
-    resizes: (seconds after the controller is up, servers it is to have from then on), in each attempt with faults."""
+    """What a seed stands for. kills, stops: seconds of each attempt after which the controller is killed, or told to
+    stop; 0 lets it be. resizes: (seconds after the controller is up, servers it is to have from then on), in each
+    attempt with faults."""
 
     seed: int
     settings: tuple[str, ...]
@@ -32,6 +33,7 @@ class Case:
     faults: tuple[tuple[Fault, ...], ...]
     kills: tuple[float, ...]
     resizes: tuple[tuple[float, int], ...] = ()
+    stops: tuple[float, ...] = (0.0,) * (ATTEMPTS - 1)
 
 
 def draw(seed: int) -> Case:
@@ -84,6 +86,7 @@ def draw(seed: int) -> Case:
     settings["watchdog_s"] = 600 + 2 * settings["episode.timeout_s"] * (settings["episode.retries"] + 1)
     faulty = chance.random() < 0.9
     span = chance.choice([10.0, 30.0, 100.0])
+    stop = random.Random(f"{seed} stops")
     return Case(
         seed=seed,
         settings=tuple(f"{key}={value}" for key, value in settings.items()),
@@ -101,6 +104,7 @@ def draw(seed: int) -> Case:
             chance.uniform(0.5, 2 * span) if faulty and chance.random() < 0.4 else 0.0 for _ in range(ATTEMPTS - 1)
         ),
         resizes=_resizes(random.Random(f"{seed} resizes"), span) if faulty else (),
+        stops=tuple(stop.uniform(0.5, 2 * span) if stop.random() < 0.2 else 0.0 for _ in range(ATTEMPTS - 1)),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from areal.agents.template import Template
 from areal.config import Config
 from areal.errors import ConfigError, ProcessError
+from areal.simulation.audit import Violation
 from areal.simulation.client import Rendezvous, SimulatedClient
 from areal.simulation.server import VOCAB, SimulatedServer, Speed
 from areal.simulation.trainer import SimulatedTrainer
@@ -93,15 +94,17 @@ class SimulatedWorkers:
         self._weights = Weights.read(checkpoint) if checkpoint else Weights()
         self._timeout_s = self._config.weights.timeout_s
         self._attempt = attempt
+        world.clients = {}
         await asyncio.sleep(world.speed.start_s)
         trainer = self._trainer(version, self._weights)
-        world.clients = {}
         for index in range(self._config.servers.count):
             self._new_server(index)
         self._fate = asyncio.create_task(self._suffer(), name="faults")
         return trainer, list(world.clients.values())
 
     def _trainer(self, version: int, weights: Weights) -> SimulatedTrainer:
+        if len(weights.logprobs) != version:  # real ranks refuse it
+            raise Violation(f"I4: a checkpoint of version {version} has the weights of {len(weights.logprobs)}")
         world = self._world
         world.trainer = SimulatedTrainer(
             weights,

@@ -285,10 +285,13 @@ async def test_what_is_read_while_the_run_writes_is_no_wish(
     replace = Path.replace
 
     def in_the_middle(self: Path, target: Path) -> Path:
-        """The new content is there, the file is the old one: let `watch` look at it."""
+        """Let `watch` look at the file, before it is the new one and after."""
         read.clear()
         read.wait(0.2)
-        return replace(self, target)
+        replaced = replace(self, target)
+        read.clear()
+        read.wait(0.2)
+        return replaced
 
     async with running(tmp_path) as run:
         stamped = membership_module._stamped
@@ -306,6 +309,20 @@ async def test_what_is_read_while_the_run_writes_is_no_wish(
         await run.members.change({"count": 3})
         assert run.indices() == [0, 1, 2]
         assert caplog.text.count("from now on") == 2, caplog.text
+
+
+async def test_a_wish_of_the_file_that_waits_its_turn_is_not_written_over(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        run.machine.slow.clear()
+        change = asyncio.create_task(run.members.change({"count": 3}))
+        await asyncio.sleep(0.05)
+        run.file.write_text("# mine\ncount = 2\n")
+        await until(lambda: not run.members._asked.empty())
+        run.machine.slow.set()
+        await change
+        await until(lambda: run.indices() == [0, 1])
+        await asyncio.sleep(0.1)
+        assert run.file.read_text() == "# mine\ncount = 2\n"
 
 
 async def test_a_file_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -294,6 +294,24 @@ async def test_rolling_by_group_goes_on_and_on(tmp_path: Path) -> None:
         assert run.fleet.stats().failures == run.fleet.stats().restarts == 0
 
 
+@TRANSPORTS
+async def test_one_that_dies_while_others_take_theirs_is_left_out(tmp_path: Path, transport: str) -> None:
+    """Else the run would wait for its deadline."""
+    servers = FakeServer(), FakeServer()
+    settings = [f"weights.transport={transport}", "weights.rollout=rolling"]
+    async with running(tmp_path, *servers, settings=settings) as run:
+        await run.publish(0)
+        servers[0].load_s = 0.3
+        run.trainer.version = 1
+        publishing = asyncio.create_task(run.weights.publish(1))
+        first, second = run.fleet.servers
+        await until(lambda: first.state == "closed")
+        run.fleet.fail(second, "its process ended")
+        stats = await publishing
+        assert (stats.servers, stats.failed) == (1, ())
+        assert [server.label for server in servers] == ["run.0:1", "run.0:0"]
+
+
 async def test_closing_leaves_the_group(tmp_path: Path) -> None:
     server = FakeServer()
     async with running(tmp_path, server, settings=["weights.transport=group"]) as run:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from areal.controller.controller import Controller
-from areal.errors import ArealError
+from areal.controller.train import TrainLoop
+from areal.errors import ArealError, TrainerError
 from areal.simulation.campaign import Simulation
 from areal.simulation.case import ATTEMPTS, draw
 from areal.simulation.clock import run
+from areal.simulation.trainer import SimulatedTrainer
 
 
 @pytest.fixture
@@ -71,5 +73,44 @@ def test_changes_of_servers_say_what_they_want(calm: Simulation) -> None:
             await controller.change_servers(count=3)
             assert len(controller.cluster.fleet.servers) == 3
             assert controller.folder.servers_file.read_text().endswith("count = 3\n")
+
+    run(main())
+
+
+def test_a_last_checkpoint_that_is_lost_with_its_rank_is_written_again(
+    calm: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, lost = SimulatedTrainer.write, []
+
+    async def dies(self: SimulatedTrainer) -> None:
+        if self.version == 3 and not lost:
+            lost.append(self)
+            self.trouble.dead = True
+        await write(self)
+
+    monkeypatch.setattr(SimulatedTrainer, "write", dies)
+    calm._config = calm._config.changed({"train.steps": 3, "checkpoint.every": 0}, "test")
+
+    async def main() -> None:
+        async with controller_of(calm) as controller:
+            await controller.train(calm._agent, [{"id": str(i)} for i in range(99)])
+        assert lost
+        saved = controller.scheduler.state.checkpoint
+        assert saved is not None
+        assert saved.version == controller.scheduler.state.version == 3
+
+    run(main())
+
+
+def test_what_ends_a_start_is_no_group_of_errors(calm: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: TrainLoop) -> None:
+        raise TrainerError("rank 0 ended with code 1")
+
+    monkeypatch.setattr(TrainLoop, "recover", broken)
+
+    async def main() -> None:
+        with pytest.raises(TrainerError, match="ended with code 1"):
+            async with controller_of(calm):
+                pass
 
     run(main())

@@ -306,15 +306,15 @@ def _resume(run: str, changes: Sequence[str]) -> int:
         try:
             saved = json.loads((folder / "command.json").read_bytes())
             os.chdir(saved["folder"])
-        except FileNotFoundError:
+            os.execv(saved["command"][0], [*saved["command"], "--resume", str(folder), *changes])
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{run} does not say which program it was of (no command.json, or its folder is gone): in that "
-                "program, use Controller(Config.resume(RUN))"
+                f"{folder / 'command.json'} names no program that can be started ({error}): start it with --resume "
+                f"{folder}, or use Controller(Config.resume(RUN)) in it"
             ) from None
     except ArealError as error:
         print(describe(error), file=sys.stderr)
         return exit_code(error)
-    os.execv(saved["command"][0], [*saved["command"], "--resume", str(folder), *changes])
 
 
 def _program_help(defaults: Mapping[str, Any]) -> str:

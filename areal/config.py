@@ -54,7 +54,7 @@ class Config(Section):
     """What the terminal shows: `live` panel, `plain` lines, nothing; `auto` is live on a terminal, else plain."""
     watchdog_s: float = Field(default=900.0, gt=0)
     """Seconds without progress after which the run names what it waits for and ends (I7). Longer than
-    `episode.timeout_s`, `weights.timeout_s`, `servers.start_timeout_s` and `trainer.timeout_s`."""
+    every other `timeout_s` but that of tools, which `episode.timeout_s` covers."""
     model: Model = Model()
     data: Data = Data()
     group: GroupSettings = GroupSettings()

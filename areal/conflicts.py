@@ -40,6 +40,8 @@ def conflicts(config: Config) -> Iterator[str]:
         yield f"{show('optimizer.min_lr')} is more than {show('optimizer.lr')}"
     if c.model.context_length and c.sampling.max_new_tokens >= c.model.context_length:
         yield f"{show('sampling.max_new_tokens')} leaves no room for a prompt in {show('model.context_length')}"
+    if 0 < c.servers.max_total_tokens < c.model.context_length:
+        yield f"{show('servers.max_total_tokens')} cannot hold {show('model.context_length')}: raise it, or lower that"
     if c.data.evaluation:
         yield from without_effect(["data.evaluation_size"], "data.evaluation")
     if c.weights.transport == "group":
@@ -55,7 +57,7 @@ def conflicts(config: Config) -> Iterator[str]:
     elif c.servers.port and c.servers.port + c.servers.count - 1 > 65535:
         yield f"{show('servers.port')} with {show('servers.count')} passes the last port, 65535"
     yield from _misplaced(config)
-    for key in ("episode.timeout_s", "weights.timeout_s", "servers.start_timeout_s", "trainer.timeout_s"):
+    for key in (key for key in SETTINGS if key.endswith("timeout_s") and key != "episode.tool_timeout_s"):
         if c.watchdog_s <= c[key]:
             yield f"{show('watchdog_s')} is not above {show(key)}: slow work would look like a hang; raise it"
 

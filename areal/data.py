@@ -302,9 +302,8 @@ def _id(row: Any, place: str) -> str:
 
 
 def _refuse_for_stream(data: Data) -> None:
-    """I10: what a stream cannot do. Shuffling is the default, so only an explicit wish is refused."""
+    """I10: what a stream cannot do. data.shuffle is no matter: it says itself that a stream is taken as it comes."""
     problems = {
-        "data.shuffle=true": data.shuffle and "shuffle" in data.model_fields_set,
         f"data.epochs={data.epochs}": data.epochs > 1,
         f"data.evaluation_size={data.evaluation_size}": data.evaluation_size > 0,
     }

@@ -163,10 +163,10 @@ class _Replay:
         match fact.reason:
             case "stale":  # in a call for a batch, which, if it came to one, is recorded after all that were too old
                 self.scheduler.next_batch()
-            case "empty" | "uniform" | "lost":
-                return f"nobody outside drops a group with the reason {fact.reason}, and the scheduler does not here"
-            case _:
+            case "data" | "cancelled":
                 self.scheduler.drop(fact.group, fact.reason)
+            case _:
+                return f"nobody outside drops a group with the reason {fact.reason}, and the scheduler does not here"
         return None
 
 

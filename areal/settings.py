@@ -19,7 +19,8 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights on servers and ranks (optimizer state is always float32)."""
     context_length: int = Field(default=0, ge=0)
-    """Longest sequence in tokens, prompt and answer; 0 takes the model's own limit. SGLang keeps 6 of them free."""
+    """Longest sequence in tokens, prompt and answer; 0 takes the model's own limit, or the size of a server's KV cache
+    where that is less and known (`servers.max_total_tokens`). SGLang keeps 6 of them free."""
     template_args: dict[str, Any] = {}
     """Extra arguments of the chat template, such as {enable_thinking = false}."""
 

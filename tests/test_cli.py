@@ -11,6 +11,7 @@ import pytest
 from areal.cli import describe, exit_code, main, markdown, supervise
 from areal.config import Config
 from areal.errors import ConfigError, DataError, ServerLost, Stalled, TooManyFailures, TrainerError
+from areal.run import RunFolder
 
 
 class Program:
@@ -282,3 +283,27 @@ def test_an_error_that_was_raised_from_its_own_group_is_shown_once() -> None:
     error = TooManyFailures("3 episodes failed")
     error.__cause__ = ExceptionGroup("unhandled errors in a TaskGroup", [error])
     assert describe(error) == "TooManyFailures: 3 episodes failed"
+
+
+@pytest.mark.parametrize(
+    ("saved", "word"),
+    [
+        (None, "No such file"),
+        ('{"command": ["/nowhere/bin/python"], "folder": "/"}', "No such file"),
+        ('{"command": ["/nowhere/bin/py', "Unterminated string"),
+        ('{"folder": "/"}', "command"),
+        ('{"command": [], "folder": "/"}', "index out of range"),
+        ('{"command": ["x"], "folder": "/nowhere"}', "/nowhere"),
+    ],
+)
+def test_a_run_whose_program_cannot_be_started_says_so(tmp_path, monkeypatch, capsys, saved, word):
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder.create(Config.load([f"folder={tmp_path}"]))
+    (run.ledger / "ledger.db").touch()
+    if saved is not None:
+        (run.path / "command.json").write_text(saved)
+    assert main(["resume", str(run.path)]) == 2
+    said = capsys.readouterr().err
+    assert "command.json names no program that can be started" in said
+    assert word in said
+    assert f"--resume {run.path}" in said

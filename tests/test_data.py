@@ -165,12 +165,18 @@ async def test_an_async_iterable_is_a_live_source():
     assert tasks.position == 3
 
 
-@pytest.mark.parametrize("settings", [{"shuffle": True}, {"epochs": 2}, {"evaluation_size": 1}])
+@pytest.mark.parametrize("settings", [{"epochs": 2}, {"evaluation_size": 1}])
 def test_a_stream_refuses_what_needs_a_length(settings):
     """I10."""
     key, value = next(iter(settings.items()))
     with pytest.raises(ConfigError, match=f"data.{key}={value}".lower()):
         make(iter(numbered(2)), **settings)
+
+
+async def test_settings_that_were_printed_go_with_a_stream(tmp_path):
+    """They name every setting, data.shuffle=true too."""
+    (tmp_path / "run.toml").write_text(Config().to_toml())
+    assert await take(Tasks(iter(numbered(2)), Config.load([str(tmp_path / "run.toml")]))) == ["0", "1"]
 
 
 def test_tasks_from_nowhere_or_from_two_places_are_refused():

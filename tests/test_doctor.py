@@ -174,6 +174,14 @@ def test_rows_held_out_are_no_leak(settings: Callable[..., Config]) -> None:
     assert not bad(short(settings(**{"data.evaluation_size": 5})))
 
 
+@pytest.mark.parametrize("short_ones", [0, 1])
+def test_prompts_that_are_all_too_long_are_a_problem(settings: Callable[..., Config], short_ones: int) -> None:
+    tasks = [{"id": f"{i}", "question": "? " * 5000} for i in range(100)] + rows(short_ones)
+    finding = the_only(short(settings(), tasks))
+    assert "at least 64 prompts leave no room" in finding.message
+    assert finding.level == ("warning" if short_ones else "problem")
+
+
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [

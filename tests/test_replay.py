@@ -264,7 +264,7 @@ def test_another_reason_of_a_drop(life: Life, reason: str) -> None:
         lambda fact: (
             isinstance(fact, Dropped)
             and fact.reason != reason
-            and (fact.reason not in ("stale", "cancelled") or reason in ("empty", "uniform", "stale"))
+            and (fact.reason not in ("stale", "cancelled") or reason != "cancelled")
         ),
     )
     changed = replace(life.facts[index], reason=reason)

@@ -193,7 +193,9 @@ class Episode:
         results = [
             self._too_late(call) if task in late else task.result() for call, task in zip(calls, tasks, strict=True)
         ]
-        if self._journal:
+        # What cannot be encoded could not be recorded, nor told to the model.
+        results = [text.encode(errors="replace").decode() for text in results]
+        if self._journal and not self._finished:
             for call, content in zip(calls, results, strict=True):
                 self._journal.keep(tool_key(call), content)
         return results
@@ -203,7 +205,7 @@ class Episode:
 
         seconds: wall time from the start to the agent's return.
         """
-        self._finished = True
+        self.end()
         try:
             value = float(reward) if isinstance(reward, numbers.Real | np.bool_) else math.nan
         except OverflowError:
@@ -247,6 +249,10 @@ class Episode:
         self.tokens += len(completion.output_ids)
         return completion
 
+    def end(self) -> None:
+        """The agent has ended, with or without a reward: what it left running gets no more answers."""
+        self._finished = True
+
     def abandon(self) -> None:
         """The agent ignored its cancellation: from now on its calls never return."""
         self._abandoned = True
@@ -260,7 +266,7 @@ class Episode:
             completion = await self._generate(ids, sampling, key=self.key)
         finally:
             self._end_wait(wait)
-        if self._journal:
+        if self._journal and not self._finished:
             self._journal.keep(key, completion)
         return completion
 
@@ -279,7 +285,9 @@ class Episode:
             return await known[name].run(checked)
         except ArealError:
             raise
-        except (Exception, SystemExit) as problem:
+        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as problem:  # SystemExit, and what libraries derive from nothing else
             return f"Error: {type(problem).__name__}: {problem}"
 
     def _too_late(self, call: dict[str, Any]) -> str:

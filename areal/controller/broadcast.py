@@ -37,11 +37,13 @@ class Broadcast:
         self._count = 0
         self._group: WeightGroup | None = None
         self._members: list[Server] = []
+        self._formed = False
+        """Whether all of them, and the trainer, are in the group as far as is known."""
 
     async def prepare(self, servers: Sequence[Server], fail: Fail) -> list[Server]:
         """Form the group of these servers, unless it is there. Returns those that joined; the others were failed."""
         todo = list(servers)
-        while todo and (self._group is None or self._members != todo):
+        while todo and not (self._formed and self._members == todo):
             await self.leave()
             self._count += 1
             ranks, size = {}, 1
@@ -54,6 +56,7 @@ class Broadcast:
             self._group, self._members = group, todo
             joins = [server.client.join_group(group, ranks[server]) for server in todo]
             todo = await self._together(name, self._trainer.join_group(group), todo, joins, fail)
+            self._formed = todo == self._members
         return todo
 
     async def send(
@@ -72,16 +75,19 @@ class Broadcast:
         while todo := await self.prepare(todo, fail):
             assert self._group
             name = self._group.name
+            self._formed = False  # until all have come through
             left = await self._together(
                 name, self._trainer.broadcast(name), todo, [receive(server, name) for server in todo], fail
             )
             todo = [server for server in left if server not in done]
+            self._formed = not todo
             if todo:
                 await self.leave()
 
     def follow(self, trainer: TrainerClient) -> None:
         """The ranks were started again; the group ended with them, and its servers leave it on the way to the next."""
         self._trainer = trainer
+        self._formed = False
 
     async def leave_with(self, index: int) -> None:
         """End the group if that server is in it: one that leaves the run is to forget it. The trainer, which may be in
@@ -91,6 +97,7 @@ class Broadcast:
 
     async def leave(self, *, trainer: bool = True) -> None:
         """Destroy the group, whatever state its members are in."""
+        self._formed = False
         if self._group is None:
             return
         name, self._group = self._group.name, None

@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -112,6 +113,7 @@ class Calls:
         assert self.tasks
         call.answer = asyncio.get_running_loop().create_future()
         call.task = self.tasks.create_task(self._post(call, server, ids, sampling))
+        call.task.add_done_callback(partial(self._answer, call))
         try:
             piece = await call.answer
         except asyncio.CancelledError:
@@ -131,31 +133,32 @@ class Calls:
             return piece
         raise piece  # the prompt is to blame
 
-    async def _post(self, call: Call, server: Server, ids: Ints, sampling: Sampling) -> None:
+    async def _post(self, call: Call, server: Server, ids: Ints, sampling: Sampling) -> Generation | ArealError:
         self.requests += 1
-        answer: Generation | ArealError | None = None
         try:
             piece = await server.client.generate(call.rid, ids, sampling)
             if not server.settled.is_set():
                 await server.settled.wait()
-            answer = piece
             server.answered = asyncio.get_running_loop().time()
             self.tokens += len(piece.output_ids)
             self.cached_tokens += piece.cached_tokens
+            return piece
         except ServerLost as error:
-            answer = error
             server.doubtful = True
             server.check.set()
+            return error
         except ServerRefused as error:
-            answer = error
             server.answered = asyncio.get_running_loop().time()
             server.check.set()
+            return error
         except ArealError as error:
-            answer = error
-        finally:
-            self._router.leave(call)
-            if call.answer and not call.answer.done():
-                call.answer.set_result(answer)
+            return error
+
+    def _answer(self, call: Call, task: asyncio.Task[Generation | ArealError]) -> None:
+        """As a callback: a task that is cancelled before its first step runs no `finally`."""
+        self._router.leave(call)
+        if call.answer and not call.answer.done():
+            call.answer.set_result(None if task.cancelled() or task.exception() else task.result())
 
     async def time_out(self) -> None:
         """End each call that has been on its server for servers.request_timeout_s. One timer serves all: whoever gets

@@ -213,6 +213,11 @@ class Controller:
         return self.config.run is not None
 
     @property
+    def version(self) -> int:
+        """Training steps so far, those before a resume too."""
+        return self.scheduler.state.version
+
+    @property
     def success(self) -> dict[str, float]:
         """Label -> success share of each labelled evaluation, those before a resume too."""
         return dict(self.scheduler.state.success)

@@ -113,7 +113,9 @@ async def attempt(agent: Agent, episode: Episode, task: Task, timeout_s: float) 
     try:
         return episode.finish(running.result(), loop.time() - start)
     except asyncio.CancelledError as error:
-        return Failure("agent", f"the agent let a CancelledError out that was not for it:\n{_traceback(error)}", error)
+        failure = EpisodeError("the agent let a CancelledError out that was not for it")  # nor is it for our caller
+        failure.__cause__ = error
+        return Failure("agent", f"{failure}:\n{_traceback(error)}", failure)
     except ServerError as error:
         return Failure("server", str(error), error)
     except DataError as error:
@@ -124,6 +126,8 @@ async def attempt(agent: Agent, episode: Episode, task: Task, timeout_s: float) 
         return Failure("agent", str(error), error)
     except Exception as error:  # user code: whatever it raises is counted, never a reward (I9)
         return Failure("agent", _traceback(error), error)
+    finally:
+        episode.end()
 
 
 async def _call(agent: Agent, episode: Episode, task: Task) -> float:
@@ -131,12 +135,17 @@ async def _call(agent: Agent, episode: Episode, task: Task) -> float:
         return await agent(episode, task)
     except SystemExit as error:  # it would end the whole program, as if all was well
         raise EpisodeError(f"{name_of(agent)} called sys.exit({error.code!r})") from error
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # of a library, such as pytest's or PyO3's: it would end the run
+        raise EpisodeError(f"{name_of(agent)} raised {type(error).__name__}: {error}") from error
 
 
 async def _end(running: asyncio.Task[float], episode: Episode) -> None:
     """Cancel an agent and give it END_S."""
     running.cancel()
     await asyncio.wait((running,), timeout=END_S)
+    episode.end()
     if not running.done():
         episode.abandon()
         log.error("%s ignores its cancellation and is left behind; let CancelledError pass", episode.state)

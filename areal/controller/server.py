@@ -35,7 +35,7 @@ class Call:
     avoid: Server | None = None
     server: Server | None = None
     place: asyncio.Future[None] | None = None
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[Generation | ArealError] | None = None
     answer: asyncio.Future[Generation | ArealError | None] | None = None
     end: End | None = None
 

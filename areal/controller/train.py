@@ -93,8 +93,9 @@ class TrainLoop:
 
     async def train(self, batch: Batch) -> TrainStats:
         """Take the step of `batch`. Raises TrainerError when the ranks fail, and fail again."""
-        rate = learning_rate(batch.from_version, self.config)
-        stats = await self._with_ranks(partial(self._train_step, batch, rate))
+        formed = self.scheduler.state.batch
+        assert formed  # its rate: settings may have changed since an earlier controller formed it
+        stats = await self._with_ranks(partial(self._train_step, batch, formed.learning_rate))
         self.scheduler.trained(batch.id)
         return stats
 

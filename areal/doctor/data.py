@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 from itertools import islice
 from typing import Any
 
@@ -73,10 +73,15 @@ def _prompts(rows: Sequence[Task], tokenizer: Any | None, room: int) -> Iterator
     # A token is a byte at least: most rows need no tokenizer.
     sizes = {name: size for name, text in texts.items() if (size := len(text.encode(errors="replace"))) > room}
     longest = nlargest(TOKENISED_ROWS, sizes, key=sizes.__getitem__)
-    counts = {name: len(tokenizer.encode(texts[name], add_special_tokens=False)) for name in longest}
+
+    def tokens(name: str) -> int:
+        return len(tokenizer.encode(texts[name], add_special_tokens=False))
+
+    counts = {name: tokens(name) for name in longest}
     if huge := {name: count for name, count in counts.items() if count > room}:
         name = max(huge, key=huge.__getitem__)
-        level: Level = "problem" if len(huge) == len(rows) else "warning"
+        shortest = nsmallest(TOKENISED_ROWS, sizes, key=sizes.__getitem__) if len(sizes) == len(rows) else []
+        level: Level = "problem" if shortest and all(tokens(name) > room for name in shortest) else "warning"
         least = "at least " if len(huge) == TOKENISED_ROWS else ""
         yield (
             level,

@@ -15,7 +15,7 @@ from areal.errors import ConfigError
 from areal.run import RunFolder
 from areal.workers.placement import Plan, place
 from areal.workers.process import check_port
-from areal.workers.rollout.launcher import CPU_KV_TOKENS
+from areal.workers.rollout.launcher import kv_tokens
 from areal.workers.trainer.architecture import Architecture
 
 GB = 1e9
@@ -122,9 +122,7 @@ def memory(config: Config, model: Architecture) -> Iterator[Result]:
     if plan.ranks:
         yield from _device_memory(plan, rank, size * weight)
         return
-    kv = (
-        2 * model.layers * model.kv_heads * model.head_dim * weight * (config.servers.max_total_tokens or CPU_KV_TOKENS)
-    )
+    kv = 2 * model.layers * model.kv_heads * model.head_dim * weight * kv_tokens(config.servers, on_gpus=False)
     ranks = config.trainer.ranks * (rank + RANK_BYTES)
     servers = len(plan.servers) * (size * weight + kv + SERVER_BYTES)
     available = available_memory()

@@ -119,7 +119,7 @@ class SimulatedTrainer:
 
     async def broadcast(self, group: str) -> None:
         await self._busy(0.05)
-        if group not in self._groups:
+        if group != self._group or group not in self._groups:
             raise TrainerError(f"no group {group}")
         self._groups[group].sent = self.weights
         await self._meet(group, "send", 0)

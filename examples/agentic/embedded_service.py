@@ -28,7 +28,8 @@ DEFAULTS = {
     "staleness.max": 8,
     "episode.timeout_s": 300,  # a user may take five minutes to rate; later the question is dropped, not scored
     "episode.retries": 0,  # a draft that nobody rated is not written again
-    "failures.agent": 1_000_000,  # a user who does not rate is no reason to end the service
+    "failures.infrastructure": 1_000_000,  # a draft that nobody rates runs out of time: no reason to end the service
+    "watchdog_s": 7 * 86400,  # nor is a week without a rating
     "view": "plain",
 }
 

@@ -223,9 +223,9 @@ async def main(config: Config) -> None:
     questions = (make_task(f"train {config.seed} {i}") for i in count())
     async with search_service() as service, Controller(config) as controller:
         agent = make_agent(service)
-        if not controller.resumed:
-            await controller.evaluate(agent, test, label="success_before")
-            await controller.evaluate(agent, test, label="greedy_before", greedy=True)
+        for label, greedy in {"success_before": False, "greedy_before": True}.items():
+            if controller.version == 0 and label not in controller.success:  # a resumed run may have it
+                await controller.evaluate(agent, test, label=label, greedy=greedy)
         await controller.train(agent, questions)
         await controller.evaluate(agent, test, label="success_after")
         await controller.evaluate(agent, test, label="greedy_after", greedy=True)

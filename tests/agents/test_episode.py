@@ -270,6 +270,24 @@ async def test_a_tool_that_cancels_itself_does_not_look_like_a_cancelled_episode
         await answers(qwen3, [odd], call("odd"))
 
 
+async def test_what_a_tool_says_can_be_recorded(qwen3: Model) -> None:
+    """A file name that is no UTF-8 has lone surrogates."""
+
+    def listing() -> str:
+        return "caf\udce9.txt"
+
+    async def missing() -> str:
+        raise FileNotFoundError("caf\udce9.txt")
+
+    class Panic(BaseException): ...
+
+    async def panics() -> str:
+        raise Panic("out of bounds")
+
+    said = await answers(qwen3, [listing, missing, panics], call("listing") + call("missing") + call("panics"))
+    assert said == ["caf?.txt", "Error: FileNotFoundError: caf?.txt", "Error: Panic: out of bounds"]
+
+
 async def test_a_tool_that_never_returns_is_told_to_the_model(qwen3: Model) -> None:
     """I7: an async one is cancelled, a thread is left behind; the calls beside them have their results."""
     cancelled = asyncio.Event()

@@ -457,6 +457,21 @@ async def test_i7_a_place_that_was_lost_at_once_leaves_the_deadline_in_force() -
                 await call
 
 
+async def test_a_call_whose_server_dies_before_it_is_sent_goes_on_elsewhere() -> None:
+    """Its task is cancelled before its first step, and so never runs a `finally`."""
+    servers = FakeServer(), FakeServer()
+    async with running(*servers) as fleet:
+        call = asyncio.create_task(generate(fleet, 4))
+        while not (holder := next((server for server in fleet.servers if server.calls), None)):
+            await asyncio.sleep(0)
+        (sent,) = holder.calls.values()
+        assert sent.task
+        assert sent.task.get_coro().cr_frame.f_lasti == 0, "it has begun"  # type: ignore[union-attr]
+        fleet.fail(holder, "its process ended")
+        async with asyncio.timeout(5):
+            check(await call, PROMPT, 4)
+
+
 async def test_i1_the_lowest_version_of_open_servers() -> None:
     seen: list[int] = []
     servers = FakeServer(f"{ORIGIN}:3"), FakeServer(f"{ORIGIN}:3")

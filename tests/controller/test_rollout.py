@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from areal.agents.episode import Episode
+from areal.agents.journal import Journal
 from areal.config import Config
 from areal.controller import rollout
 from areal.controller.facts import Dropped, Fact, Failed, Finished
@@ -18,7 +19,7 @@ from areal.controller.ledger import Ledger
 from areal.controller.rollout import RolloutLoop, Signal
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.data import Tasks
-from areal.errors import DataError, RewardError, ServerLost, TooManyFailures
+from areal.errors import DataError, EpisodeError, RewardError, ServerLost, TooManyFailures
 from areal.types import Completion, Sampling, Task
 
 
@@ -302,6 +303,58 @@ async def test_i9_an_agent_that_exits_does_not_end_the_program(world: World) -> 
         raise SystemExit(0)
 
     await _ends_with_its_failure(world, agent, "called sys.exit(0)")
+
+
+@pytest.mark.parametrize("world", ONE_TRY, indirect=True)
+async def test_i9_what_a_library_derives_from_nothing_else_is_a_failure(world: World) -> None:
+    class PanicException(BaseException): ...
+
+    async def agent(episode: Episode, task: Task) -> float:
+        raise PanicException("index out of bounds")
+
+    await _ends_with_its_failure(world, agent, "raised PanicException: index out of bounds")
+
+
+async def test_a_cancelled_error_of_an_agent_does_not_cancel_whoever_wants_its_episode(world: World) -> None:
+    async def agent(episode: Episode, task: Task) -> float:
+        raise asyncio.CancelledError
+
+    failure = await rollout.attempt(agent, world.episode(0, 0, "t", "agent", True), {"id": "t"}, 5.0)
+    assert isinstance(failure, rollout.Failure)
+    assert isinstance(failure.error, EpisodeError)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_what_an_agent_left_running_gets_no_more_answers(world: World, fails: bool) -> None:
+    """Nor is it recorded: it would count as a call of the next try, and stay on record."""
+    episode, kept, left = world.episode(0, 0, "t", "agent", True), [], []
+    gate = asyncio.Event()
+    generate = world.generate
+
+    async def slowly(input_ids: Any, sampling: Sampling, *, key: str) -> Completion:
+        if input_ids[0] == 9:
+            await gate.wait()
+        return await generate(input_ids, sampling, key=key)
+
+    episode._generate = slowly
+    episode._journal = Journal(kept.append)
+
+    async def branch() -> None:
+        await episode.generate([9])
+        await episode.generate([9, 9])
+
+    async def agent(episode: Episode, task: Task) -> float:
+        left.append(asyncio.create_task(branch()))
+        await episode.generate([1, 2, 3])
+        if fails:
+            raise ValueError("a branch failed")
+        return 1.0
+
+    await rollout.attempt(agent, episode, {"id": "t"}, 5.0)
+    gate.set()
+    with pytest.raises(EpisodeError, match="after the episode of task 't' had ended"):
+        await left[0]
+    assert len(kept) == 1
 
 
 @pytest.mark.parametrize("world", ONE_TRY, indirect=True)

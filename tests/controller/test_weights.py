@@ -312,6 +312,39 @@ async def test_one_that_dies_while_others_take_theirs_is_left_out(tmp_path: Path
         assert [server.label for server in servers] == ["run.0:1", "run.0:0"]
 
 
+@pytest.mark.parametrize("rollout", ["all", "rolling"])
+async def test_ranks_that_were_started_again_form_the_group_again(tmp_path: Path, rollout: str) -> None:
+    server = FakeServer()
+    settings = ["weights.transport=group", f"weights.rollout={rollout}"]
+    async with running(tmp_path, server, settings=settings) as run:
+        await run.publish(0)
+        again = FakeTrainer()
+        run.weights.follow(again)
+        again.version = run.trainer.version = 1
+        stats = await run.weights.publish(1)
+        assert (stats.servers, stats.failed) == (1, ())
+        assert server.label == "run.0:1"
+        assert len(server.groups) == len(again.groups) == 1
+
+
+async def test_a_group_whose_trainer_failed_is_formed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    async with running(tmp_path, server, settings=["weights.transport=group"]) as run:
+        await run.publish(0)
+
+        async def broadcast(group: str) -> None:
+            await run.trainer.leave_group(group)
+            raise TrainerError("trainer rank 0: out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(run.trainer, "broadcast", broadcast)
+            with pytest.raises(TrainerError, match="out of memory"):
+                await run.weights.publish(1)
+        await run.publish(2)
+        assert server.label == "run.0:2"
+        assert run.fleet.stats().restarts == 0
+
+
 async def test_closing_leaves_the_group(tmp_path: Path) -> None:
     server = FakeServer()
     async with running(tmp_path, server, settings=["weights.transport=group"]) as run:

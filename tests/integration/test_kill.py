@@ -95,17 +95,19 @@ def test_i4_the_losses_of_a_killed_run_are_those_of_an_undisturbed_one(tiny_qwen
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_and_a_server_are_killed(run: Run) -> None:
-    """A server is replaced while the run goes on; after a rank's death the run may end, with the cause, and resumes."""
-    run.start()
+@pytest.mark.parametrize("transport", ["disk", "group"])
+def test_a_rank_and_a_server_are_killed(run: Run, transport: str) -> None:
+    """Each is replaced while the run goes on, and the weight group formed again without the one that died."""
+    run.start(f"weights.transport={transport}")
     assert run.wait(lambda facts: trained(facts) >= 1), run.output()
     run.kill("server")
     assert run.wait(lambda facts: trained(facts) >= 3), run.output()
     run.kill("rank")
-    if run.end() != 0:
-        assert "trainer rank 0 ended with code -9" in run.output()
-        run.resume()
-        assert run.end() == 0, run.output()
+    assert run.end() == 0, run.output()
+    log = (run.path / "logs" / "controller.log").read_text()
+    assert log.count("the ranks are started again, 1 of 3: trainer rank 0 ended with code 137") == 1
+    assert "the ranks are started again, 2 of 3" not in log
+    assert log.count(" is dead: ") == 1, "the killed server, and no other"
     run.check()
 
 

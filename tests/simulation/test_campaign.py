@@ -103,7 +103,7 @@ def test_it_finds_admission_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_finds_stale_tokens_in_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_too_old", lambda *_: False)
-    _find("I2", range(25))
+    _find("I2", range(100))
 
 
 def test_it_finds_a_token_lost_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

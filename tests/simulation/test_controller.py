@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from areal.agents.episode import Episode
+from areal.config import Config
 from areal.controller.controller import Controller
 from areal.controller.train import TrainLoop
 from areal.errors import ArealError, TrainerError
@@ -15,6 +19,8 @@ from areal.simulation.campaign import Simulation
 from areal.simulation.case import ATTEMPTS, draw
 from areal.simulation.clock import run
 from areal.simulation.trainer import SimulatedTrainer
+from areal.types import Task, TrainRequest, TrainStats
+from examples.agentic import embedded_service
 
 
 @pytest.fixture
@@ -114,3 +120,68 @@ def test_what_ends_a_start_is_no_group_of_errors(calm: Simulation, monkeypatch: 
                 pass
 
     run(main())
+
+
+def test_a_service_whose_users_do_not_rate_goes_on(calm: Simulation) -> None:
+    """Three hours of drafts that all run out of time: neither their number nor the lack of progress ends it."""
+    changes = {key: value for key, value in embedded_service.DEFAULTS.items() if key not in ("name", "view")}
+    calm._config = calm._config.changed(changes, "test")
+
+    async def questions() -> AsyncIterator[Task]:
+        for i in count():
+            yield {"id": str(i)}
+            await asyncio.sleep(30)
+
+    async def agent(episode: Episode, task: Task) -> float:
+        await episode.generate([2, 3, 4])
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        async with controller_of(calm) as controller:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3 * 3600):
+                    await controller.train(agent, questions())
+        assert controller.scheduler.state.failures["timeout"] > 200
+
+    run(main())
+
+
+def test_an_open_batch_is_trained_at_the_rate_that_it_was_formed_with(
+    calm: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever settings a resume changes: a repeat takes that rate, too."""
+    calm._config = calm._config.changed({"train.steps": 4, "optimizer.schedule": "linear"}, "test")
+    train, rates = SimulatedTrainer.train, {}
+
+    async def stuck(self: SimulatedTrainer, request: TrainRequest) -> TrainStats:
+        rates[request.from_version] = request.learning_rate
+        if request.from_version == 2:
+            await asyncio.Event().wait()
+        return await train(self, request)
+
+    async def noted(self: SimulatedTrainer, request: TrainRequest) -> TrainStats:
+        again[request.from_version] = request.learning_rate
+        return await train(self, request)
+
+    async def main() -> Path:
+        async with controller_of(calm) as controller:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(500):
+                    await controller.train(calm._agent, tasks)
+        return controller.folder.path
+
+    async def go_on() -> None:
+        async with controller_of(calm) as controller:
+            await controller.train(calm._agent, tasks)
+
+    tasks = [{"id": str(i)} for i in range(99)]
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedTrainer, "train", stuck)
+        folder = run(main())
+    again: dict[int, float] = {}
+    calm._config = Config.resume(folder, ["train.steps=8"])
+    monkeypatch.setattr(SimulatedTrainer, "train", noted)
+    run(go_on())
+    assert again[2] == rates[2]
+    assert max(again) == 7

@@ -13,6 +13,7 @@ from areal.config import Config
 from areal.errors import ProcessError
 from areal.workers import local
 from areal.workers.local import LocalWorkers
+from areal.workers.rollout.client import UNUSABLE_TOKENS
 
 
 class Child:
@@ -77,3 +78,33 @@ async def test_a_server_that_could_not_be_stopped_is_not_forgotten(
             await workers.start_server(0)
     await workers.start_server(0)
     assert workers._children[0] is not child
+
+
+@pytest.mark.parametrize(
+    ("settings", "context"),
+    [
+        ([], 1024),
+        (["servers.max_total_tokens=600"], 600),
+        (["servers.max_total_tokens=600", "model.context_length=512", "sampling.max_new_tokens=64"], 512),
+        (["servers.max_total_tokens=4096"], 1024),
+        (['servers.urls=["http://127.0.0.1:1"]'], 1024),
+    ],
+)
+async def test_a_prompt_that_no_server_could_hold_is_over_the_context(
+    workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: list[str], context: int
+) -> None:
+    """SGLang refuses it, which would count as a failure of the server."""
+    monkeypatch.setattr(local.Architecture, "read", lambda _: SimpleNamespace(vocab=300, context=1024))
+
+    async def start(*_: Any) -> Any:
+        return None
+
+    for name in ("_start_trainer", "start_server", "connect"):
+        monkeypatch.setattr(workers, name, start)
+    monkeypatch.setattr(local, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(local, "Template", lambda *_: None)
+    monkeypatch.setattr(local, "end_tokens", lambda *_: set())
+    workers._config = Config.load(settings)
+    await workers.start(tmp_path, 0, 0, None)
+    await workers.close()
+    assert workers.context_length == context - UNUSABLE_TOKENS

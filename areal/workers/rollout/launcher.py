@@ -11,6 +11,7 @@ from pathlib import Path
 
 from areal.config import Config
 from areal.errors import ConfigError
+from areal.settings import Servers
 from areal.workers.placement import on_loopback, visible
 from areal.workers.process import Child, check_port
 from areal.workers.protocols import ServerClient
@@ -70,6 +71,11 @@ async def wait_ready(client: ServerClient, child: Child, timeout_s: float) -> No
         ended.cancel()
 
 
+def kv_tokens(servers: Servers, on_gpus: bool) -> int:
+    """Size of a server's KV cache in tokens; 0 where SGLang decides."""
+    return servers.max_total_tokens or (0 if on_gpus else CPU_KV_TOKENS)
+
+
 def command(config: Config, *, model_path: Path | str, label: str, port: int, devices: Sequence[int] = ()) -> list[str]:
     """The command line of a server; SGLang takes the last of repeated flags, so servers.args overrides."""
     servers = config.servers
@@ -85,7 +91,7 @@ def command(config: Config, *, model_path: Path | str, label: str, port: int, de
     }
     if devices:
         flags["--tp-size"] = len(devices)
-    if tokens := servers.max_total_tokens or (0 if devices else CPU_KV_TOKENS):
+    if tokens := kv_tokens(servers, bool(devices)):
         flags["--max-total-tokens"] = tokens
     if config.model.context_length:
         flags["--context-length"] = config.model.context_length

@@ -40,8 +40,6 @@ def conflicts(config: Config) -> Iterator[str]:
         yield f"{show('optimizer.min_lr')} is more than {show('optimizer.lr')}"
     if c.model.context_length and c.sampling.max_new_tokens >= c.model.context_length:
         yield f"{show('sampling.max_new_tokens')} leaves no room for a prompt in {show('model.context_length')}"
-    if 0 < c.servers.max_total_tokens < c.model.context_length:
-        yield f"{show('servers.max_total_tokens')} cannot hold {show('model.context_length')}: raise it, or lower that"
     if c.data.evaluation:
         yield from without_effect(["data.evaluation_size"], "data.evaluation")
     if c.weights.transport == "group":

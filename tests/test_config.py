@@ -104,7 +104,6 @@ CONFLICTS = [
     (["watchdog_s=600"], "watchdog_s=600.0 (argument) is not above episode.timeout_s=600.0"),
     (["trainer.start_timeout_s=1800"], "watchdog_s=900.0 is not above trainer.start_timeout_s=1800.0 (argument)"),
     (["servers.request_timeout_s=900"], "watchdog_s=900.0 is not above servers.request_timeout_s=900.0 (argument)"),
-    (["servers.max_total_tokens=4096", "model.context_length=8192"], "cannot hold model.context_length=8192"),
     (["trainer.timeout_s=1000"], "watchdog_s=900.0 is not above trainer.timeout_s=1000.0 (argument)"),
 ]
 

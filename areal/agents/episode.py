@@ -33,6 +33,10 @@ _CLEANUP_S = 1.0
 """Seconds that a tool which ran out of time has to end after its cancellation; then it is left behind."""
 
 
+LATE_S = 1.0
+"""Seconds until a call after the end is refused: at once, it would make a loop that catches everything spin."""
+
+
 class Generate(Protocol):
     """The fleet's model call. `key` names the episode: calls with one key stay where their prefix is cached."""
 
@@ -231,6 +235,7 @@ class Episode:
         if self._abandoned:  # an error would make a loop that catches everything spin
             await asyncio.get_running_loop().create_future()
         if self._finished:
+            await asyncio.sleep(LATE_S)
             raise EpisodeError(f"{self._agent} called the model after the episode of task {self.task_id!r} had ended")
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if wanted < 1:
@@ -250,7 +255,7 @@ class Episode:
         return completion
 
     def end(self) -> None:
-        """The agent has ended, with or without a reward: what it left running gets no more answers."""
+        """The agent has ended, with or without a reward: further calls of what it left running are refused."""
         self._finished = True
 
     def abandon(self) -> None:

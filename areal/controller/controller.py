@@ -12,6 +12,7 @@ can hold a Controller, or two.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import shutil
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
@@ -166,6 +167,7 @@ class Controller:
             )
             if not inline:
                 spare_the_loop()
+                stack.callback(gc.unfreeze)  # another Controller of this process, if there is one, loses by that
             await self._steps.recover()
             log.info("ready after %.0f s", asyncio.get_running_loop().time() - started)
             self._stack = stack.pop_all()

@@ -50,6 +50,8 @@ class Membership:
         self._cluster = cluster
         self._file = file
         self._asked: asyncio.Queue[tuple[Mapping[str, Any], bool, asyncio.Future[None]]] = asyncio.Queue()
+        self._wishes = 0
+        """How many of them are the file's."""
         self._doing: asyncio.Future[None] | None = None
         self._over = False
         self._stamp: object = None
@@ -63,9 +65,10 @@ class Membership:
         """Make the changes that `change` is asked for, until cancelled."""
         while True:
             wanted, write, self._doing = await self._asked.get()
+            self._wishes -= not write
             try:
                 await self._make(wanted)
-                if write and self._asked.empty():  # else the next one says what there is, or the file has it already
+                if write and not self._wishes:  # else the file says already what comes next
                     await self._say(wanted[self._key])
             except Exception as error:  # nothing that somebody asks for here may end the run
                 if not isinstance(error, ArealError):
@@ -106,6 +109,7 @@ class Membership:
         if self._over:
             raise ArealError("the run is over: its servers cannot be changed")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wishes += not write
         self._asked.put_nowait((wanted, write, done))
         await done
 

@@ -143,7 +143,7 @@ class LoopWatch:
 
 
 def spare_the_loop() -> None:
-    """Have the garbage collector leave alone what is there by now, for good, and come less often.
+    """Have the garbage collector leave alone what is there by now, until gc.unfreeze(), and come less often.
 
     With PyTorch and transformers imported, a full collection walks 0.4 million objects: 0.2 s in which the event loop
     stands still, and I8 has 0.1.

@@ -25,9 +25,10 @@ from areal.doctor.findings import Finding, Result, collect
 from areal.errors import ArealError, ConfigError, root_cause
 from areal.types import Task
 from areal.workers.local import LocalWorkers, load_tokenizer, model_folder
+from areal.workers.placement import count_devices
 from areal.workers.protocols import Workers
 from areal.workers.rollout.client import UNUSABLE_TOKENS
-from areal.workers.rollout.launcher import check_model
+from areal.workers.rollout.launcher import check_model, context_of
 from areal.workers.trainer.architecture import Architecture
 
 __all__ = ["Finding", "before_run", "doctor", "short"]
@@ -53,7 +54,7 @@ def short(config: Config, tasks: Sequence[Task] | None = None) -> list[Finding]:
         architecture = Architecture.read(folder)
         findings += collect("disk", machine.disk(config, architecture))
         findings += collect("memory", machine.memory(config, architecture))
-        room = (config.model.context_length or architecture.context) - UNUSABLE_TOKENS
+        room = context_of(config, architecture, count_devices() > 0) - UNUSABLE_TOKENS
         tokenizer = load_tokenizer(folder)
         findings += collect("template", chat.template(tokenizer, config.model.template_args))
     except ConfigError as error:

@@ -22,7 +22,7 @@ from areal.workers.placement import place
 from areal.workers.process import Child, check_owner, check_port, free_port
 from areal.workers.protocols import ServerClient, TrainerClient
 from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label, open_session
-from areal.workers.rollout.launcher import check_model, kv_tokens, launch_server, wait_ready
+from areal.workers.rollout.launcher import check_model, context_of, launch_server, wait_ready
 from areal.workers.rollout.server import SERVER_KEY
 from areal.workers.trainer.architecture import Architecture
 from areal.workers.trainer.launcher import start_trainer
@@ -81,6 +81,7 @@ class LocalWorkers:
         self._model = model_folder(config.model.path)
         check_model(self._model, config.model.context_length)
         self._placement = place(config)
+        context_of(config, Architecture.read(self._model), bool(self._placement.ranks))
         self.group_backend = "nccl" if self._placement.ranks else "gloo"
         if config.servers.port and not config.servers.urls:
             for index in range(config.servers.count):
@@ -94,9 +95,7 @@ class LocalWorkers:
         self._origin = f"{folder.name}.{attempt}"
         architecture = await asyncio.to_thread(Architecture.read, self._model)
         self.vocab_size = architecture.vocab
-        self._context = self._config.model.context_length or architecture.context
-        if not self._config.servers.urls and (held := kv_tokens(self._config.servers, bool(self._placement.ranks))):
-            self._context = min(self._context, held)  # SGLang refuses a prompt that its cache cannot hold
+        self._context = context_of(self._config, architecture, bool(self._placement.ranks))
         self.context_length = self._context - UNUSABLE_TOKENS
         self._session = await self._stack.enter_async_context(open_session())
         self._stack.push_async_callback(self._stop_servers)

@@ -325,6 +325,15 @@ async def test_a_wish_of_the_file_that_waits_its_turn_is_not_written_over(tmp_pa
         assert run.file.read_text() == "# mine\ncount = 2\n"
 
 
+async def test_a_change_that_was_made_is_written_when_the_next_one_fails(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        first = asyncio.create_task(run.members.change({"count": 3}))
+        with pytest.raises(ConfigError, match=r"servers\.count=0"):
+            await run.members.change({"count": 0})
+        await first
+        assert run.file.read_text().endswith("count = 3\n")
+
+
 async def test_a_file_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running(tmp_path) as run:
         run.file.unlink()

@@ -352,6 +352,8 @@ async def test_what_an_agent_left_running_gets_no_more_answers(world: World, fai
 
     await rollout.attempt(agent, episode, {"id": "t"}, 5.0)
     gate.set()
+    await asyncio.sleep(0.05)
+    assert not left[0].done(), "a loop that catches everything would spin"
     with pytest.raises(EpisodeError, match="after the episode of task 't' had ended"):
         await left[0]
     assert len(kept) == 1

@@ -5,15 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from areal.config import Config
-from areal.errors import ProcessError
+from areal.errors import ConfigError, ProcessError
 from areal.workers import local
 from areal.workers.local import LocalWorkers
 from areal.workers.rollout.client import UNUSABLE_TOKENS
+from areal.workers.rollout.launcher import context_of
 
 
 class Child:
@@ -62,6 +63,15 @@ async def test_a_server_that_starts_after_its_checkpoint_was_pruned_takes_the_mo
     assert started == ["step-40", "model"]
 
 
+@pytest.mark.parametrize("tokens", [0, 40_000])
+def test_a_context_that_no_server_could_hold_is_refused(tokens: int) -> None:
+    config = Config.load([f"servers.max_total_tokens={tokens}", "model.context_length=65536"])
+    with pytest.raises(ConfigError, match=f"65536 is more than a server's KV cache.*={tokens or 32768}; raise"):
+        context_of(config, cast(Any, SimpleNamespace(context=131072)), on_gpus=False)
+    if not tokens:
+        assert context_of(config, cast(Any, SimpleNamespace(context=131072)), on_gpus=True) == 65536
+
+
 async def test_a_server_that_could_not_be_stopped_is_not_forgotten(
     workers: LocalWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +97,7 @@ async def test_a_server_that_could_not_be_stopped_is_not_forgotten(
         (["servers.max_total_tokens=600"], 600),
         (["servers.max_total_tokens=600", "model.context_length=512", "sampling.max_new_tokens=64"], 512),
         (["servers.max_total_tokens=4096"], 1024),
+        (["servers.max_total_tokens=600", 'servers.args=["--max-total-tokens=900"]'], 1024),
         (['servers.urls=["http://127.0.0.1:1"]'], 1024),
     ],
 )

@@ -72,8 +72,22 @@ async def wait_ready(client: ServerClient, child: Child, timeout_s: float) -> No
 
 
 def kv_tokens(servers: Servers, on_gpus: bool) -> int:
-    """Size of a server's KV cache in tokens; 0 where SGLang decides."""
+    """Size of the KV cache in tokens of a server that areal starts; 0 where it is not areal that decides."""
+    if servers.urls or any(word.startswith("--max-total-tokens") for word in servers.args):
+        return 0
     return servers.max_total_tokens or (0 if on_gpus else CPU_KV_TOKENS)
+
+
+def context_of(config: Config, model: Architecture, on_gpus: bool) -> int:
+    """The longest sequence in tokens: SGLang refuses a prompt that its cache could not hold. Raises ConfigError when
+    that is less than an explicit model.context_length."""
+    wanted, held = config.model.context_length, kv_tokens(config.servers, on_gpus)
+    if held and wanted > held:
+        raise ConfigError(
+            f"model.context_length={wanted} is more than a server's KV cache, servers.max_total_tokens={held}; raise "
+            "that, or lower the context"
+        )
+    return wanted or (min(model.context, held) if held else model.context)
 
 
 def command(config: Config, *, model_path: Path | str, label: str, port: int, devices: Sequence[int] = ()) -> list[str]:

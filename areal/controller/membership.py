@@ -34,8 +34,8 @@ HEAD = f"""\
 """
 LONGEST = 65536
 """Bytes that the file may have."""
-LEAVING = ("dead", "starting", "closed", "open")
-"""Who leaves first when there are too many."""
+LEAVING = {"dead": 0, "starting": 1}
+"""Who leaves first when there are too many; of those that serve, or just take new weights, the one that came last."""
 
 log = logging.getLogger("areal")
 
@@ -137,7 +137,7 @@ class Membership:
                 await asyncio.to_thread(workers.grow, grown)
                 self._config = grown
             await self._join({index: workers.start_server(index) for index in new})
-        in_turn = sorted(self._servers, key=lambda server: (LEAVING.index(server.state), -server.index))
+        in_turn = sorted(self._servers, key=lambda server: (LEAVING.get(server.state, 2), -server.index))
         for server in in_turn[: max(0, len(in_turn) - wanted)]:
             await self._leave(server)
 

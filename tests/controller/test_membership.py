@@ -400,6 +400,16 @@ async def test_one_that_is_being_started_again_leaves_before_an_open_one(tmp_pat
         await run.publish(1)
 
 
+async def test_the_one_that_came_last_leaves_whoever_takes_weights_just_then(tmp_path: Path) -> None:
+    async with running(tmp_path, count=2) as run:
+        run.machine.servers[0].load_s = 0.3
+        publishing = asyncio.create_task(run.publish(1))
+        await until(lambda: [server.state for server in run.fleet.servers] == ["closed", "open"])
+        await run.members.change({"count": 1})
+        await publishing
+        assert run.indices() == [0]
+
+
 async def test_a_change_goes_on_when_whoever_asked_for_it_is_gone(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         run.machine.slow.clear()

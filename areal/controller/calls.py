@@ -12,6 +12,7 @@ whose pieces fail MAX_FAILURES times in a row is a ServerError, and never makes 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from areal.controller.router import Router
 from areal.controller.server import Call, End, Server
 from areal.errors import ArealError, ServerError, ServerLost, ServerRefused
 from areal.types import Completion, Finish, Generation, Ints, Sampling
+
+log = logging.getLogger("areal")
 
 ABORT_GRACE_S = 0.5
 """Seconds an aborted request has to come back before its socket is closed. Halfway the abort is posted again: the
@@ -90,6 +93,8 @@ class Calls:
             elif call.end != "interrupt":
                 failures += 1
                 self.failures += 1
+                if call.end != "dead":  # that has been said once for all of a server's calls
+                    log.info("a request failed, for the %d. time in this call: %s", failures, piece)
                 if failures == MAX_FAILURES:
                     raise ServerError(f"{failures} requests of one call failed, the last one: {piece}") from piece
                 continue
@@ -182,26 +187,29 @@ class Calls:
 
     async def end(self, calls: Sequence[Call], end: End, everything: Server | None = None) -> None:
         """Abort; after ABORT_GRACE_S close the socket of what has not come back. `everything`: the server on which
-        these are all the calls, so that one abort does for all."""
+        these are all the calls, so that one abort does for all; it has been answered before this returns, or is given
+        up after as long, since one that comes late would abort calls that got their place afterwards."""
         assert self.tasks
         pending = {call.task: call for call in calls if call.task and not call.task.done()}
         for call in pending.values():  # one that has a place and is not there yet finds the gate closed
             call.end = call.end or end
+        sweep: list[asyncio.Task[None]] = []
         for attempt in range(2):
-            if not pending:
+            if not pending and not sweep:
                 return
             if everything and attempt == 0:
-                self.tasks.create_task(self._abort(everything, ""))
+                sweep = [self.tasks.create_task(self._abort(everything, ""))]
             else:
                 for call in pending.values():
                     assert call.server
                     self.tasks.create_task(self._abort(call.server, call.rid))
-            await asyncio.wait(pending, timeout=ABORT_GRACE_S / 2)
+            await asyncio.wait((*pending, *sweep), timeout=ABORT_GRACE_S / 2)
             pending = {task: call for task, call in pending.items() if not task.done()}
-        for task in pending:
+            sweep = [task for task in sweep if not task.done()]
+        for task in (*pending, *sweep):
             task.cancel()
-        if pending:
-            await asyncio.wait(pending, timeout=ABORT_GRACE_S)
+        if pending or sweep:
+            await asyncio.wait((*pending, *sweep), timeout=ABORT_GRACE_S)
 
     async def _abort(self, server: Server, rid: str) -> None:
         with suppress(ServerError):  # the socket is closed next, or the server is found dead

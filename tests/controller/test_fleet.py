@@ -222,6 +222,21 @@ async def test_i8_an_abort_that_overtakes_its_request_is_repeated() -> None:
         call.cancel()
 
 
+async def test_an_abort_of_everything_that_comes_late_hits_no_call_of_the_next_version() -> None:
+    """The calls ended by themselves before a busy server came to the abort; those after it must not pay for that."""
+    server = FakeServer(token_s=0.005)
+    server.faults["/abort_request"] = ["late"]
+    async with running(server) as fleet:
+        first = asyncio.create_task(generate(fleet, 8))
+        await server.until(lambda: bool(server.running))
+        await new_weights(fleet, server, 1)
+        second = await generate(fleet, 60)
+        assert (second.interruptions, fleet.stats().failures) == (0, 0)
+        assert check(second, PROMPT, 60) == [1] * 60
+        assert check(await first, PROMPT, 8) == [0] * 8
+        assert len(server.aborts) == 1
+
+
 async def test_i8_a_request_that_ignores_its_abort_loses_its_socket() -> None:
     server = FakeServer(token_s=0.005)
     server.abort_s = 60.0

@@ -84,7 +84,8 @@ class Running:
 class FakeServer:
     """token_s: seconds a token takes. faults[path]: for the next requests there, in order: "500", "garbage", "drop"
     (the connection), "hang", "ok"; for /generate also "short" (log-probs), "keys", "empty", "foreign" (label), and
-    "wrong" (a log-prob of another token); for an abort "late"; for a load "not flushed", "refuse", "wrong" (other weights than said).
+    "wrong" (a log-prob of another token); for an abort "late"; for a load "not flushed", "refuse", "wrong" (other
+    weights than said).
     register_s: time before a request is known to aborts. abort_s: time from an abort to its effect. key: what each
     request must have as its API key; "" asks for none.
     """

@@ -8,6 +8,19 @@ from functools import partial
 from areal.config import SETTINGS, Config, to_text
 from areal.masking import secrets
 
+SETTING_OF = {
+    "--model-path": "model.path",
+    "--dtype": "model.dtype",
+    "--context-length": "model.context_length",
+    "--port": "servers.port",
+    "--max-running-requests": "servers.max_running",
+    "--max-total-tokens": "servers.max_total_tokens",
+    "--tp": "placement.servers",
+    "--tp-size": "placement.servers",
+    "--tensor-parallel-size": "placement.servers",
+}
+"""Flags of SGLang that areal derives from a setting: in servers.args they would leave it without effect."""
+
 
 def show_setting(config: Config, key: str) -> str:
     origin = config.origins.get(key, "default")
@@ -49,6 +62,9 @@ def conflicts(config: Config) -> Iterator[str]:
     if "wandb" not in c.metrics.sinks:
         yield from without_effect(["metrics.project"], "metrics.sinks")
     yield from _secrets(config)
+    for word in c.servers.args:
+        if setting := SETTING_OF.get(flag := word.partition("=")[0]):
+            yield f"servers.args: {flag} is what {setting} is for; set that"
     if c.servers.urls:
         ours = ["servers.count", "servers.port", "servers.max_total_tokens", "servers.args", "servers.restarts"]
         yield from without_effect([*ours, "placement.servers"], "servers.urls")

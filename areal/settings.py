@@ -161,7 +161,7 @@ class Servers(Section):
     max_total_tokens: int = Field(default=0, ge=0)
     """Size of one server's KV cache in tokens; 0 lets SGLang decide (on a CPU: 32768)."""
     args: list[str] = []
-    """Further command-line arguments of SGLang."""
+    """Further command-line arguments of SGLang; those that a setting of areal stands for are refused."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds until a server must be ready."""
     request_timeout_s: float = Field(default=300.0, gt=0)

@@ -93,6 +93,11 @@ CONFLICTS = [
     (["metrics.project=mine"], 'metrics.project="mine" (argument) has no effect with metrics.sinks=[]'),
     (['servers.urls=["http://a:1"]', "servers.count=2"], "servers.count=2 (argument) has no effect with servers.urls"),
     (['servers.urls=["http://a:1"]', "servers.args=['--tp']"], 'servers.args=["--tp"] (argument) has no effect'),
+    (
+        ["servers.max_total_tokens=600", "servers.args=['--max-total-tokens=900']"],
+        "servers.args: --max-total-tokens is what servers.max_total_tokens is for; set that",
+    ),
+    (["servers.args=['--context-length', '512']"], "--context-length is what model.context_length is for"),
     (['servers.urls=["http://a:1"]', "placement.servers=[[0]]"], "placement.servers=[[0]] (argument) has no effect"),
     (["servers.port=65535", "servers.count=2"], "passes the last port"),
     (["placement.servers=[[0]]", "servers.count=2"], "places 1 servers, servers.count=2"),

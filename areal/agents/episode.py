@@ -242,6 +242,7 @@ class Episode:
             raise EpisodeError(f"max_new_tokens={wanted}: an answer has at least one token")
         room = self._context_length - len(ids)
         if room < 1:
+            await asyncio.sleep(0)  # its deadline must reach an agent that catches everything and tries again
             raise ContextOverflow(
                 f"the prompt of turn {self.turns + 1} (task {self.task_id!r}) has {len(ids)} tokens and leaves no room "
                 f"for an answer in a context of {self._context_length}: shorten it, or raise model.context_length"

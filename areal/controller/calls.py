@@ -64,6 +64,7 @@ class Calls:
         self._timeout_s = timeout_s
         self._stop_ids = np.array(sorted(stop_ids), np.int32)
         self._fail = fail
+        self._said = ""
 
     async def generate(self, input_ids: Ints, sampling: Sampling, *, key: Hashable) -> Completion:
         """Sample from input_ids [P], across interruptions, as one completion.
@@ -93,8 +94,9 @@ class Calls:
             elif call.end != "interrupt":
                 failures += 1
                 self.failures += 1
-                if call.end != "dead":  # that has been said once for all of a server's calls
-                    log.info("a request failed, for the %d. time in this call: %s", failures, piece)
+                if (cause := str(piece)) != self._said:  # a server that breaks fails all of its requests alike
+                    log.info("a request failed: %s", cause)
+                    self._said = cause
                 if failures == MAX_FAILURES:
                     raise ServerError(f"{failures} requests of one call failed, the last one: {piece}") from piece
                 continue

@@ -49,13 +49,14 @@ class Membership:
         self._config = config
         self._cluster = cluster
         self._file = file
-        self._asked: asyncio.Queue[tuple[Mapping[str, Any], bool, asyncio.Future[None]]] = asyncio.Queue()
-        self._wishes = 0
-        """How many of them are the file's."""
+        self._asked: asyncio.Queue[tuple[Mapping[str, Any], object, asyncio.Future[None]]] = asyncio.Queue()
         self._doing: asyncio.Future[None] | None = None
         self._over = False
         self._stamp: object = None
-        self._access = threading.Lock()  # of the file and its stamp, which threads read and write
+        """Of the file as it was last read or written."""
+        self._made: object = None
+        """Of the file whose change was made, or begun: while that is an older one, nothing is written over it."""
+        self._access = threading.Lock()  # of the file and `_stamp`, which threads read and write
 
     async def begin(self) -> None:
         """Write the file; `run` and `watch` come next."""
@@ -64,11 +65,11 @@ class Membership:
     async def run(self) -> None:
         """Make the changes that `change` is asked for, until cancelled."""
         while True:
-            wanted, write, self._doing = await self._asked.get()
-            self._wishes -= not write
+            wanted, stamp, self._doing = await self._asked.get()
+            self._made = stamp or self._made
             try:
                 await self._make(wanted)
-                if write and not self._wishes:  # else the file says already what comes next
+                if not stamp:
                     await self._say(wanted[self._key])
             except Exception as error:  # nothing that somebody asks for here may end the run
                 if not isinstance(error, ArealError):
@@ -94,14 +95,19 @@ class Membership:
         while True:
             await asyncio.sleep(PERIOD_S)
             try:
-                if (wanted := await asyncio.to_thread(self._read)) is not None:
-                    await self.change(wanted, write=False)
+                if new := await asyncio.to_thread(self._read):
+                    stamp, wanted = new
+                    if isinstance(wanted, ConfigError):
+                        self._made = stamp
+                        raise wanted
+                    await self.change(wanted, stamp)
             except ArealError as error:
                 log.error("%s: %s; write the file again to try once more", self._file.name, error)
 
-    async def change(self, wanted: Mapping[str, Any], *, write: bool = True) -> None:
+    async def change(self, wanted: Mapping[str, Any], stamp: object = None) -> None:
         """Have the servers of {"count": 3}, or those of {"urls": [...]}. Returns once the new ones serve and the others
-        are gone; which calls these had, other servers go on with. write: whether the file is to say so, too.
+        are gone; which calls these had, other servers go on with. stamp: of the file that asks; without it, the file is
+        written.
 
         Raises ConfigError for what cannot be, before anything changes. Raises ArealError when a server did not come up,
         or died before it served: such a one is not there then, those that did come up are, and none leaves.
@@ -109,8 +115,7 @@ class Membership:
         if self._over:
             raise ArealError("the run is over: its servers cannot be changed")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._wishes += not write
-        self._asked.put_nowait((wanted, write, done))
+        self._asked.put_nowait((wanted, stamp, done))
         await done
 
     async def _make(self, wanted: Mapping[str, Any]) -> None:
@@ -137,7 +142,7 @@ class Membership:
                 await asyncio.to_thread(workers.grow, grown)
                 self._config = grown
             await self._join({index: workers.start_server(index) for index in new})
-        in_turn = sorted(self._servers, key=lambda server: (LEAVING.get(server.state, 2), -server.index))
+        in_turn = sorted(reversed(self._servers), key=lambda server: LEAVING.get(server.state, 2))
         for server in in_turn[: max(0, len(in_turn) - wanted)]:
             await self._leave(server)
 
@@ -203,20 +208,23 @@ class Membership:
     def _write(self, content: str, anew: bool) -> None:
         """Nothing when somebody has just written the file, unless it is written `anew`."""
         with self._access:
-            if anew or _stamped(self._file) == self._stamp:
+            if anew or _stamped(self._file) == self._stamp == self._made:
                 new = self._file.with_name(f".{self._file.name}")
                 new.write_text(content, encoding="utf-8")
                 stamp = _stamped(new)
                 new.replace(self._file)
-                self._stamp = stamp
+                self._stamp = self._made = stamp
 
-    def _read(self) -> dict[str, Any] | None:
-        """What the file says, None when it is the one that was read before. Raises ConfigError."""
+    def _read(self) -> tuple[object, dict[str, Any] | ConfigError] | None:
+        """The file's stamp and what it says, or what is wrong with it; None when it is the one that was read before."""
         with self._access:
             if (stamp := _stamped(self._file)) == self._stamp:
                 return None
             self._stamp = stamp
-            return self._parsed()
+            try:
+                return stamp, self._parsed()
+            except ConfigError as error:
+                return stamp, error
 
     def _parsed(self) -> dict[str, Any]:
         try:

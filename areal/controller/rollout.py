@@ -142,15 +142,17 @@ async def _call(agent: Agent, episode: Episode, task: Task) -> float:
 
 
 async def _end(running: asyncio.Task[float], episode: Episode) -> None:
-    """Cancel an agent and give it END_S."""
+    """Cancel an agent and give it END_S, or less when the caller is cancelled, too."""
     running.cancel()
-    await asyncio.wait((running,), timeout=END_S)
-    episode.end()
-    if not running.done():
-        episode.abandon()
-        log.error("%s ignores its cancellation and is left behind; let CancelledError pass", episode.state)
-        _left_behind.add(running)
-    running.add_done_callback(_ended)
+    try:
+        await asyncio.wait((running,), timeout=END_S)
+    finally:
+        episode.end()
+        if not running.done():
+            episode.abandon()
+            log.error("%s has not ended when cancelled and is left behind; let CancelledError pass", episode.state)
+            _left_behind.add(running)
+        running.add_done_callback(_ended)
 
 
 def _ended(running: asyncio.Task[float]) -> None:

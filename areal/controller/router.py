@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 
+from areal.agents.episode import LATE_S
 from areal.controller.server import Call, Server
 from areal.errors import ServerError
 
@@ -37,6 +38,8 @@ class Router:
     async def wait(self, call: Call, timeout_s: float) -> Server:
         """Stand in line for a place. Raises ServerError after `timeout_s`, or when the router is closed."""
         loop = asyncio.get_running_loop()
+        if self._closed:
+            await asyncio.sleep(LATE_S)
         deadline = call.since + timeout_s
         while True:
             self.waiting[call.rid] = call

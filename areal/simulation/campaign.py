@@ -130,9 +130,13 @@ class Simulation:
             loop.call_at(stop_at, life.cancel)
         try:
             loop.run_until_complete(life)
+            if life.cancelling():
+                raise Violation("I7: a stop was swallowed")
             self.outcome.ends.append("done")
             return True
         except asyncio.CancelledError:
+            if not life.cancelling():
+                raise Violation("I7: a CancelledError that nobody asked for") from None
             if loop.time() > stop_at + STOP_S:
                 raise Violation(f"I7: the stop took {loop.time() - stop_at:.1f} s") from None
             self.outcome.ends.append("stopped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
@@ -222,6 +223,19 @@ async def test_i8_an_abort_that_overtakes_its_request_is_repeated() -> None:
         call.cancel()
 
 
+async def test_an_abort_of_everything_that_is_never_answered_is_given_up() -> None:
+    server = FakeServer(token_s=0.005)
+    server.faults["/abort_request"] = ["hang"]
+    async with running(server) as fleet:
+        call = asyncio.create_task(generate(fleet, 8))
+        await server.until(lambda: bool(server.running))
+        before = asyncio.get_running_loop().time()
+        await fleet.interrupt(fleet.servers[0])
+        assert 0.4 < asyncio.get_running_loop().time() - before < 0.8
+        fleet.open(fleet.servers[0], f"{ORIGIN}:0")
+        check(await call, PROMPT, 8)
+
+
 async def test_an_abort_of_everything_that_comes_late_hits_no_call_of_the_next_version() -> None:
     """The calls ended by themselves before a busy server came to the abort; those after it must not pay for that."""
     server = FakeServer(token_s=0.005)
@@ -338,6 +352,21 @@ async def test_a_server_killed_in_mid_generation_is_started_again() -> None:
         check(await call, PROMPT, 40)
         assert started == [0]
         assert fleet.stats().restarts == 1
+
+
+async def test_the_cause_of_failed_requests_is_said_once_for_all_of_a_server(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "areal")
+    servers = FakeServer(token_s=0.01), FakeServer(token_s=0.01)
+    async with running(*servers) as fleet:
+        calls = [asyncio.create_task(generate(fleet, 60, f"e{i}", [i])) for i in range(40)]
+        await servers[0].until(lambda: len(servers[0].running) == 20)
+        await servers[0].stop()
+        for i, call in enumerate(calls):
+            check(await call, [i], 60)
+        assert fleet.stats().failures >= 20
+    said = [record.getMessage() for record in caplog.records if "a request failed" in record.getMessage()]
+    assert 1 <= len(said) <= 3, said
+    assert servers[0].url in said[0]
 
 
 async def test_calls_of_a_dead_server_fail_over_at_once() -> None:

@@ -325,6 +325,42 @@ async def test_a_wish_of_the_file_that_waits_its_turn_is_not_written_over(tmp_pa
         assert run.file.read_text() == "# mine\ncount = 2\n"
 
 
+async def test_a_wish_of_the_file_that_is_being_read_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has noted the file already, and its wish is not yet in the queue."""
+    async with running(tmp_path) as run:
+        parsed = Membership._parsed
+        reading, go = threading.Event(), threading.Event()
+
+        def slowly(self: Membership) -> dict[str, Any]:
+            reading.set()
+            go.wait(3)
+            return parsed(self)
+
+        run.machine.slow.clear()
+        change = asyncio.create_task(run.members.change({"count": 3}))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(Membership, "_parsed", slowly)
+        run.file.write_text("# mine\ncount = 2\n")
+        await until(reading.is_set)
+        run.machine.slow.set()
+        await until(lambda: run.indices() == [0, 1, 2])
+        await asyncio.sleep(0.1)  # the run is about to write, and waits for the reader
+        go.set()
+        await change
+        await until(lambda: run.indices() == [0, 1])
+        assert run.file.read_text() == "# mine\ncount = 2\n"
+
+
+async def test_a_change_is_written_over_nonsense_that_was_refused(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        run.file.write_text("count = ")
+        await asyncio.sleep(0.1)
+        await run.members.change({"count": 2})
+        assert run.file.read_text().endswith("count = 2\n")
+
+
 async def test_a_change_that_was_made_is_written_when_the_next_one_fails(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         first = asyncio.create_task(run.members.change({"count": 3}))
@@ -408,6 +444,18 @@ async def test_the_one_that_came_last_leaves_whoever_takes_weights_just_then(tmp
         await run.members.change({"count": 1})
         await publishing
         assert run.indices() == [0]
+
+
+async def test_the_one_that_came_last_may_have_the_lowest_number(tmp_path: Path) -> None:
+    async with running(tmp_path, count=3) as run:
+        run.machine.slow.clear()
+        run.fleet.fail(run.fleet.servers[0], "its process ended")
+        await run.members.change({"count": 2})
+        run.machine.slow.set()
+        await run.members.change({"count": 3})
+        assert run.indices() == [1, 2, 0]
+        await run.members.change({"count": 2})
+        assert run.indices() == [1, 2]
 
 
 async def test_a_change_goes_on_when_whoever_asked_for_it_is_gone(tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ async def test_a_cancelled_error_of_an_agent_does_not_cancel_whoever_wants_its_e
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_what_an_agent_left_running_gets_no_more_answers(world: World, fails: bool) -> None:
+async def test_what_an_agent_left_running_begins_no_more_calls(world: World, fails: bool) -> None:
     """Nor is it recorded: it would count as a call of the next try, and stay on record."""
     episode, kept, left = world.episode(0, 0, "t", "agent", True), [], []
     gate = asyncio.Event()
@@ -415,6 +415,51 @@ async def test_i7_an_agent_that_ignores_its_cancellation_is_left_behind(
     await asyncio.sleep(0.1)
     over = True  # for the end of the test's own loop
     assert rounds == before < 20
+
+
+DROPPED_TOGETHER = ["episode.timeout_s=0.2", "episode.retries=0", "data.epochs=1"]
+
+
+@pytest.mark.parametrize("world", [DROPPED_TOGETHER], indirect=True)
+async def test_an_agent_whose_group_is_dropped_while_it_is_ending_is_left_behind_too(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both members are too late; the first ends at once and so does the group, within the other's time to end."""
+    rounds, over = 0, False
+
+    async def agent(episode: Episode, task: Task) -> float:
+        nonlocal rounds
+        if episode.member == 0:
+            await asyncio.sleep(10)
+        while not over:
+            try:
+                await ask(episode)
+                rounds += 1
+                await asyncio.sleep(0.01)
+            except (Exception, asyncio.CancelledError):
+                continue
+        return 1.0
+
+    await world.run(agent, tasks(1))
+    assert [drop.reason for drop in world.of(Dropped)] == ["timeout"]
+    before = rounds
+    await asyncio.sleep(0.1)
+    over = True
+    assert 0 < rounds == before
+    assert "episode 0.1 (task t0, turn" in caplog.text
+    assert "is left behind" in caplog.text
+
+
+@pytest.mark.parametrize("world", [[*ONE_TRY[0], "episode.timeout_s=0.2"]], indirect=True)
+async def test_i7_an_agent_that_tries_a_prompt_again_which_is_too_long_has_its_deadline(world: World) -> None:
+    async def agent(episode: Episode, task: Task) -> float:
+        while True:
+            try:
+                await episode.generate([1] * 64)
+            except EpisodeError:
+                continue
+
+    await _ends_with_its_failure(world, agent, "no reward after episode.timeout_s=0.2", "timeout")
 
 
 @pytest.mark.parametrize("world", [["data.epochs=2"]], indirect=True)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from areal.controller import router as router_module
 from areal.controller.router import HOMES, SLACK, Router
 from areal.controller.server import Call, Server
 from areal.errors import ServerError
@@ -37,6 +38,27 @@ class Calls:
 
     async def wait(self, timeout_s: float = 1.0) -> Server:
         return await self.router.wait(self.new(), timeout_s)
+
+
+async def test_calls_of_a_closed_router_leave_the_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that catches everything would spin."""
+    monkeypatch.setattr(router_module, "LATE_S", 0.02)
+    calls = Calls(Router(servers(1)))
+    calls.router.close()
+    refused = 0
+
+    async def agent() -> None:
+        nonlocal refused
+        while True:
+            try:
+                await calls.wait()
+            except ServerError:
+                refused += 1
+
+    task = asyncio.create_task(agent())
+    await asyncio.sleep(0.1)
+    task.cancel()
+    assert 1 <= refused <= 5
 
 
 async def test_the_least_loaded_server_the_first_among_equals() -> None:

@@ -108,6 +108,33 @@ def test_a_last_checkpoint_that_is_lost_with_its_rank_is_written_again(
     run(main())
 
 
+def test_a_stop_while_ranks_start_again_asks_nothing_of_those_that_are_gone(
+    calm: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, asked = SimulatedTrainer.train, []
+
+    async def dies(self: SimulatedTrainer, request: TrainRequest) -> TrainStats:
+        asked.append(self)
+        self.trouble.dead = self.version == 2
+        return await train(self, request)
+
+    monkeypatch.setattr(SimulatedTrainer, "train", dies)
+
+    async def main() -> None:
+        async with controller_of(calm) as controller:
+            training = asyncio.create_task(controller.train(calm._agent, [{"id": str(i)} for i in range(99)]))
+            while not (asked and asked[-1].trouble.dead and controller.cluster.held is None):
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)
+            before = len(asked)
+            training.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await training
+            assert len(asked) == before == 3
+
+    run(main())
+
+
 def test_what_ends_a_start_is_no_group_of_errors(calm: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: TrainLoop) -> None:
         raise TrainerError("rank 0 ended with code 1")

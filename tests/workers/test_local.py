@@ -97,7 +97,6 @@ async def test_a_server_that_could_not_be_stopped_is_not_forgotten(
         (["servers.max_total_tokens=600"], 600),
         (["servers.max_total_tokens=600", "model.context_length=512", "sampling.max_new_tokens=64"], 512),
         (["servers.max_total_tokens=4096"], 1024),
-        (["servers.max_total_tokens=600", 'servers.args=["--max-total-tokens=900"]'], 1024),
         (['servers.urls=["http://127.0.0.1:1"]'], 1024),
     ],
 )

@@ -73,7 +73,7 @@ async def wait_ready(client: ServerClient, child: Child, timeout_s: float) -> No
 
 def kv_tokens(servers: Servers, on_gpus: bool) -> int:
     """Size of the KV cache in tokens of a server that areal starts; 0 where it is not areal that decides."""
-    if servers.urls or any(word.startswith("--max-total-tokens") for word in servers.args):
+    if servers.urls:
         return 0
     return servers.max_total_tokens or (0 if on_gpus else CPU_KV_TOKENS)
 
@@ -91,7 +91,7 @@ def context_of(config: Config, model: Architecture, on_gpus: bool) -> int:
 
 
 def command(config: Config, *, model_path: Path | str, label: str, port: int, devices: Sequence[int] = ()) -> list[str]:
-    """The command line of a server; SGLang takes the last of repeated flags, so servers.args overrides."""
+    """The command line of a server; SGLang takes the last of repeated flags, so that servers.args may override."""
     servers = config.servers
     module = "areal.workers.rollout.server" if devices else "areal.workers.rollout.cpu_server"
     flags: dict[str, object] = {

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from areal.algorithms.advantages import grpo
 from areal.config import Config
+from areal.controller import facts
 from areal.controller.facts import (
     Admitted,
     BatchFormed,
@@ -154,11 +155,11 @@ def inspect(folder: RunFolder, *, group: str | None = None, episode: str | None 
         return _episode_page(folder, config, story, wanted[1], ledger)
 
 
-def follow(facts: Iterable[Fact], group: int) -> tuple[State, Story | None]:
-    """Fold the facts; the story of one group among them, None when there is no such group."""
+def follow(history: Iterable[Fact], group: int) -> tuple[State, Story | None]:
+    """Fold the facts of `history`; the story of one group among them, None when there is no such group."""
     state = State()
     story: Story | None = None
-    for fact in facts:
+    for fact in history:
         state.apply(fact)
         now = state.version, state.serving
         if isinstance(fact, Admitted) and fact.group == group:
@@ -180,8 +181,8 @@ def follow(facts: Iterable[Fact], group: int) -> tuple[State, Story | None]:
                 story.batch = fact
             case Trained() if story.batch and fact.batch == story.batch.batch:
                 story.trained = fact
-            case Checkpointed() if story.batch and not story.covered and fact.version > story.batch.from_version:
-                story.covered = fact
+            case Checkpointed() if story.batch and not story.covered:
+                story.covered = fact if fact.version - facts.KEPT_STEPS > story.batch.from_version else None
     return state, story
 
 

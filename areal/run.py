@@ -8,7 +8,7 @@
       logs/             the output of each child process
       ledger/           what happened to every group
       checkpoints/      step-40, step-50: Hugging Face format
-      summary.json      how it ended
+      summary.json      where it stands, and in the end how it ended
       reward.png        the reward curve
     runs/latest         -> search-0001
 

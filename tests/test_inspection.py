@@ -17,6 +17,7 @@ from hypothesis import given
 from rich.console import Console
 
 from areal.config import Config
+from areal.controller import facts
 from areal.controller.facts import Completed, Fact, Finished
 from areal.controller.ledger import Ledger
 from areal.controller.reader import LedgerReader
@@ -27,6 +28,11 @@ from areal.run import RunFolder
 from areal.types import NOT_SAMPLED, EpisodeRecord, Trajectory
 
 PROMPT, ANSWER = "<|im_start|>user\nwho?", [" the", " city", "é", "\x1b"]
+
+
+@pytest.fixture(autouse=True)
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "KEPT_STEPS", 0)
 
 
 class Run:

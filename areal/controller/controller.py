@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import shutil
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -73,6 +74,8 @@ class Controller:
         self._training: asyncio.Task[None] | None = None
         self._over = False
         self._completed = 0
+        self._doing: dict[Episode | str, None] = {}
+        """What it does beside training."""
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError before anything starts; ProcessError or TrainerError when a part does not come up."""
@@ -125,6 +128,8 @@ class Controller:
             )
             stacks = self.folder.logs / "stalled.txt"
             self._watchdog = Watchdog(config.watchdog_s, self._describe, lambda: self._rollout.idle, stacks)
+            # Of what is not training: all of it has deadlines of its own.
+            self._beside = Watchdog(math.inf, self._describe_beside, lambda: not self._doing, stacks)
             self._first_group = self.scheduler.state.admitted  # that this controller admits
             attempt = self.scheduler.start()
             loop_watch = None if inline else stack.enter_context(LoopWatch())
@@ -141,10 +146,14 @@ class Controller:
             self._reporter = Reporter(
                 config, self.scheduler.state, self._rollout, self.cluster, self.folder, metrics, view, loop_watch
             )
-            stack.push_async_callback(self._reporter.write_summary)
+            stack.push_async_callback(self._reporter.end)
             servers = f"{len(config.servers.urls)} given" if config.servers.urls else f"starting {config.servers.count}"
             log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
-            await stack.enter_async_context(self.cluster)
+            await self._reporter.save_summary()
+            beside = asyncio.create_task(self._beside.run(), name="watchdog beside training")
+            stack.callback(beside.cancel)
+            with self._busy_with(f"servers and ranks to start; what they say is in {self.folder.logs}"):
+                await stack.enter_async_context(self.cluster)
             background = await stack.enter_async_context(asyncio.TaskGroup())
             if loop_watch:
                 stack.callback(background.create_task(loop_watch.run(), name="loop watch").cancel)
@@ -168,7 +177,8 @@ class Controller:
             if not inline:
                 spare_the_loop()
                 stack.callback(gc.unfreeze)  # another Controller of this process, if there is one, loses by that
-            await self._steps.recover()
+            with self._busy_with("the steps since the checkpoint, which the ranks repeat, and their publication"):
+                await self._steps.recover()
             log.info("ready after %.0f s", asyncio.get_running_loop().time() - started)
             self._stack = stack.pop_all()
         return self
@@ -263,7 +273,7 @@ class Controller:
                     stats = await self._steps.train(batch)
                     published = await self._steps.publish(stats.version)
                     await self._steps.checkpoint_if_due()
-                    self._reporter.step(batch, stats, published)
+                    await self._reporter.step(batch, stats, published)
                 for task in background:
                     task.cancel()
         except asyncio.CancelledError:
@@ -274,7 +284,8 @@ class Controller:
         except BaseExceptionGroup as failures:
             cause = root_cause(failures)
             raise cause from cause.__cause__
-        await self._steps.checkpoint()
+        with self._busy_with("the last checkpoint"):
+            await self._steps.checkpoint()
 
     # -- outside training
 
@@ -322,7 +333,19 @@ class Controller:
     async def _attempt(self, agent: Agent, index: int, task: Task, greedy: bool) -> EpisodeRecord | Failure:
         sampling = Sampling(self.config.sampling.max_new_tokens, 0.0 if greedy else self.config.sampling.temperature)
         episode = self.cluster.episode(EVALUATION, index, str(task["id"]), sampling, name_of(agent))
-        return await attempt(agent, episode, task, self.config.episode.timeout_s)
+        with self._busy_with(episode):
+            return await attempt(agent, episode, task, self.config.episode.timeout_s)
+
+    @contextmanager
+    def _busy_with(self, what: Episode | str) -> Iterator[None]:
+        """The watchdog speaks of it when it takes long."""
+        self._beside.progress()
+        self._doing[what] = None
+        try:
+            yield
+        finally:
+            del self._doing[what]
+            self._beside.progress()
 
     async def change_servers(self, *, count: int | None = None, urls: Sequence[str] | None = None) -> None:
         """Have `count` servers, or those at `urls`, from now on: others join or leave. `servers.toml` in the run folder
@@ -361,7 +384,15 @@ class Controller:
         self._changed.notify()
 
     def _describe(self) -> list[str]:
-        oldest = sorted(self._rollout.running.values(), key=lambda episode: episode.awaits[1])[:8]
-        fleet = self.cluster.fleet
-        episodes = [f"{episode.state}{fleet.where(episode.key)}" for episode in oldest]
-        return [*self.scheduler.describe(), *episodes, *fleet.waits()[:8]]
+        return [*self.scheduler.describe(), *self._describe_episodes(self._rollout.running.values())]
+
+    def _describe_beside(self) -> list[str]:
+        lines = [what for what in self._doing if isinstance(what, str)]
+        return [*lines, *self._describe_episodes(what for what in self._doing if isinstance(what, Episode))]
+
+    def _describe_episodes(self, episodes: Iterable[Episode]) -> list[str]:
+        fleet = getattr(self.cluster, "fleet", None)  # None before the servers are there
+        if fleet is None:
+            return []
+        oldest = sorted(episodes, key=lambda episode: episode.awaits[1])[:8]
+        return [*(f"{episode.state}{fleet.where(episode.key)}" for episode in oldest), *fleet.waits()[:8]]

@@ -28,6 +28,9 @@ from areal.workers.protocols import ServerClient
 from areal.workers.rollout.client import version_of
 
 CLOSE_S = 5.0
+RESTART_S, MAX_RESTART_S = 2.0, 60.0
+"""Seconds before a server is started a second time, doubled each time after that, and the most: what ended it, such as
+a device whose memory another process has, may need time. The first restart waits for nothing."""
 
 log = logging.getLogger("areal")
 
@@ -273,6 +276,8 @@ class Fleet:
             self._restarts[server.index] = restarts
             self._restarted += 1
             log.warning("server %d: restart %d of %d", server.index, restarts, limit)
+            if restarts > 1:
+                await asyncio.sleep(min(RESTART_S * 2 ** min(restarts - 2, 10), MAX_RESTART_S))
             try:
                 client = await self._restart(server.index)
             except (ConfigError, ProcessError, ServerError) as error:

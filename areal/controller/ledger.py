@@ -131,7 +131,7 @@ class _Store:
                 return ended
             case Checkpointed():
                 query = "DELETE FROM episodes WHERE from_version < ? RETURNING segment"
-                return self._database.execute(query, (fact.version,)).fetchall()
+                return self._database.execute(query, (fact.version - facts.KEPT_STEPS,)).fetchall()
         return []
 
     def close(self) -> None:

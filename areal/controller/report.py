@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
@@ -60,8 +61,8 @@ class Reporter:
         """Training begins: the first step counts from here."""
         self._last_step, self._fleet_stats = asyncio.get_running_loop().time(), self._cluster.fleet.stats()
 
-    def step(self, batch: Batch, stats: TrainStats, published: PublishStats) -> None:
-        """One step, to the view and the metrics."""
+    async def step(self, batch: Batch, stats: TrainStats, published: PublishStats) -> None:
+        """One step, to the view, the metrics and the summary."""
         loop_time = asyncio.get_running_loop().time()
         seconds, self._last_step = loop_time - self._last_step, loop_time
         before, self._fleet_stats = self._fleet_stats, self._cluster.fleet.stats()
@@ -101,6 +102,8 @@ class Reporter:
         )
         self._warn_of_length_bias()
         self._view.step(report)
+        with suppress(OSError):  # a full disk: the metrics warn of it, and the last summary raises
+            await self.save_summary()
 
     def _warn_of_length_bias(self) -> None:
         """Dropping long episodes teaches the model to be short, and the other way round."""
@@ -119,21 +122,29 @@ class Reporter:
                 "short" if ratio > 1 else "long",
             )
 
-    async def write_summary(self) -> None:
-        """summary.json and the reward curve: of every run, however it ended."""
+    async def save_summary(self) -> None:
+        """summary.json as of now: a run that is killed leaves one, too."""
+        await asyncio.to_thread(self._folder.write_summary, self._summary())
+
+    async def end(self) -> None:
+        """The last summary, and the reward curve: of every run, however it ended."""
+        await self.save_summary()
+        curve = None if self._loop_watch is None else await asyncio.to_thread(self._folder.draw_curve)
+        log.info("summary: %s%s", self._folder.summary_file, f"; reward curve: {curve}" if curve else "")
+
+    def _summary(self) -> dict[str, object]:
         state = self._state
         fleet = self._cluster.fleet.stats() if hasattr(self._cluster, "fleet") else None
-        wall_s = asyncio.get_running_loop().time() - self._started
-        summary = {
+        return {
             "steps": state.version,
             "version": state.version,
-            "wall_s": wall_s,
+            "wall_s": asyncio.get_running_loop().time() - self._started,
             **state.success,
             "max_staleness_trained": state.max_staleness,
             "groups": {
                 "admitted": state.admitted,
                 "trained": state.trained,
-                "dropped": state.dropped,
+                "dropped": dict(state.dropped),
                 "open": len(state.open),
             },
             "tokens_generated": fleet.tokens if fleet else 0,
@@ -141,6 +152,3 @@ class Reporter:
             "weights_pause_share": self._still_s / self._train_s if self._train_s else 0.0,
             "logprob_gap_max": self._gap_max,
         }
-        await asyncio.to_thread(self._folder.write_summary, summary)
-        curve = None if self._loop_watch is None else await asyncio.to_thread(self._folder.draw_curve)
-        log.info("summary: %s%s", self._folder.summary_file, f"; reward curve: {curve}" if curve else "")

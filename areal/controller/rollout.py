@@ -36,9 +36,9 @@ from areal.types import NOT_SAMPLED, EpisodeRecord, Task
 
 END_S = 5.0
 """Seconds that a cancelled agent has to end."""
-BACK_OFF_S = {"server": 0.5, "reward": 0.5, "agent": 0.1}
-"""Kind of failure -> seconds before the episode is tried again, doubled each time: what an agent, its tools or its
-reward ask may be overloaded. A time-out has waited already, and a faulty task gets no better."""
+BACK_OFF_S = {"server": 0.5, "reward": 0.5, "data": 0.5, "agent": 0.1}
+"""Kind of failure -> seconds before the episode is tried again, doubled each time: what an agent, its tools, its reward
+or its data ask may be overloaded. A time-out has waited already."""
 MAX_BACK_OFF_S = 30.0
 """The longest such wait."""
 IDLE_S = 1.0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal.config import Config
+from areal.controller.facts import KEPT_STEPS
 from areal.doctor.findings import Result
 from areal.errors import ConfigError
 from areal.run import RunFolder
@@ -183,7 +184,8 @@ def _device_memory(plan: Plan, rank: float, weights: float) -> Iterator[Result]:
 
 def _ledger_bytes(config: Config) -> float:
     """Of the answers alone, if all are as long as they may be."""
-    steps = min(config.checkpoint.every or config.train.steps, config.train.steps) + config.staleness.max + 1
+    between = (config.checkpoint.every or config.train.steps) + KEPT_STEPS
+    steps = min(between, config.train.steps) + config.staleness.max + 1
     episodes = steps * config.train.batch_groups * config.group.size
     return episodes * config.sampling.max_new_tokens * TOKEN_BYTES
 

@@ -29,6 +29,7 @@ def quick_health(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "HEALTH_S", 0.1)
     monkeypatch.setattr(server_module, "RETRY_S", 0.02)
     monkeypatch.setattr(fleet_module, "HEALTH_S", 0.05)
+    monkeypatch.setattr(fleet_module, "RESTART_S", 0.01)
 
 
 def ids(tokens: Sequence[int]) -> Ints:
@@ -442,6 +443,28 @@ async def test_no_server_left_is_a_process_error() -> None:
     assert "servers.restarts=2" in str(error)
     assert "out of memory" in str(error)
     await fleet.close()
+
+
+async def test_each_further_restart_of_a_server_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "RESTART_S", 0.1)
+    monkeypatch.setattr(fleet_module, "MAX_RESTART_S", 0.2)
+    times: list[float] = []
+
+    async def restart(index: int) -> ServerClient:
+        times.append(asyncio.get_running_loop().time())
+        raise ProcessError("no memory")
+
+    servers = FakeServer(), FakeServer()
+    async with running(*servers, settings=["servers.restarts=4"], restart=restart) as fleet:
+        died = asyncio.get_running_loop().time()
+        fleet.fail(fleet.servers[0], "its process ended")
+        async with asyncio.timeout(3):
+            while not fleet.servers[0].given_up:
+                await asyncio.sleep(0.01)
+        gaps = np.diff([died, *times])
+        assert len(gaps) == 4
+        assert np.all(gaps >= [0.0, 0.1, 0.2, 0.2])
+        assert np.all(gaps < [0.1, 0.2, 0.3, 0.3])
 
 
 async def test_the_run_goes_on_with_the_servers_that_are_left(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,8 +15,8 @@ import time
 import numpy as np
 import pytest
 
+from areal.controller import facts, segments
 from areal.controller import ledger as ledger_module
-from areal.controller import segments
 from areal.controller.facts import Admitted, BatchFormed, Checkpointed, Completed, Dropped, Finished, Trained
 from areal.controller.ledger import Ledger
 from areal.errors import LedgerError
@@ -146,7 +146,8 @@ async def test_an_unknown_fact_or_a_damaged_trajectory_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("inline", [True, False])
-async def test_i4_a_trajectory_lives_until_it_is_dropped_or_covered_by_a_checkpoint(tmp_path, inline):
+async def test_i4_a_trajectory_lives_until_it_is_dropped_or_covered_by_a_checkpoint(tmp_path, inline, monkeypatch):
+    monkeypatch.setattr(facts, "KEPT_STEPS", 0)
     async with ledger_at(tmp_path, Ledger.create, inline=inline) as ledger:
         for group in range(5):
             for fact, record in story(group):
@@ -174,9 +175,29 @@ async def test_i4_a_trajectory_lives_until_it_is_dropped_or_covered_by_a_checkpo
         assert await living() == [4]
 
 
+async def test_trajectories_of_the_last_steps_before_a_checkpoint_stay(tmp_path):
+    """A person looks at them when a run is over."""
+    async with ledger_at(tmp_path, Ledger.create) as ledger:
+        for group in (0, 1):
+            for fact, record in story(group):
+                ledger.append(fact, record)
+        ledger.append(BatchFormed(0, 0, (0,), 0, 0))
+        ledger.append(Trained(0, 1))
+        ledger.append(BatchFormed(1, 1, (1,), 0, 0))
+        ledger.append(Checkpointed(facts.KEPT_STEPS, "c"))
+        await ledger.barrier()
+        assert ledger.episode(0, 0).group == 0
+        ledger.append(Checkpointed(facts.KEPT_STEPS + 1, "c"))
+        await ledger.barrier()
+        with pytest.raises(LedgerError, match=r"episode of group 0, member 0: none"):
+            ledger.episode(0, 0)
+        assert ledger.episode(1, 0).group == 1
+
+
 @pytest.mark.parametrize("inline", [True, False])
 async def test_dead_segments_are_deleted(tmp_path, inline, monkeypatch):
     monkeypatch.setattr(segments.Segments.__init__, "__kwdefaults__", {"limit": 5000})
+    monkeypatch.setattr(facts, "KEPT_STEPS", 0)
 
     def files():
         return sorted(path.name for path in tmp_path.glob("segment-*.bin"))

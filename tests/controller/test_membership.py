@@ -36,6 +36,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "group"])
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "HEALTH_S", 0.05)
+    monkeypatch.setattr(fleet_module, "RESTART_S", 0.01)
     monkeypatch.setattr(server_module, "HEALTH_S", 0.1)
     monkeypatch.setattr(server_module, "RETRY_S", 0.02)
     monkeypatch.setattr(broadcast_module, "GRACE_S", 0.5)

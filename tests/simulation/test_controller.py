@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import count
@@ -81,6 +83,35 @@ def test_changes_of_servers_say_what_they_want(calm: Simulation) -> None:
             assert controller.folder.servers_file.read_text().endswith("count = 3\n")
 
     run(main())
+
+
+def test_a_long_start_and_a_long_evaluation_say_what_they_wait_for(
+    calm: Simulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within a minute, although nothing is trained yet."""
+    calm.case.speed.start_s = 50.0
+    calm._config = calm._config.changed({"episode.timeout_s": 300, "watchdog_s": 10_000}, "test")
+
+    async def agent(episode: Episode, task: Task) -> float:
+        await episode.generate([1, 2, 3])
+        await asyncio.sleep(200)
+        return 1.0
+
+    async def main() -> None:
+        async with controller_of(calm) as controller:
+            started = len(caplog.records)
+            await asyncio.sleep(1000)  # nothing is asked of it
+            assert len(caplog.records) == started
+            before = asyncio.get_running_loop().time()
+            await controller.evaluate(agent, [{"id": "x"}])
+            assert 200 <= asyncio.get_running_loop().time() - before < 250
+
+    caplog.set_level(logging.INFO, "areal")
+    run(main())
+    said = [record.getMessage() for record in caplog.records if "no progress for" in record.getMessage()]
+    assert [text.partition(";")[0] for text in said] == [f"no progress for {s} s" for s in (45, 45, 90, 180)]
+    assert re.search(r"servers and ranks to start; what they say is in .*/logs", said[0])
+    assert re.search(r"episode -1\.0 \(task x, turn 2\) awaits its own code, for 4\d\.\d s", said[1])
 
 
 def test_a_last_checkpoint_that_is_lost_with_its_rank_is_written_again(

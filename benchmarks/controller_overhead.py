@@ -4,8 +4,9 @@
 
 A stub in a process of its own answers `/generate` with 256 or 4,096 tokens. `ms` is the CPU time of this process per
 request of the whole path, from Episode through Fleet and SGLangClient to the finished trajectory; `bare_ms` that of a
-loop that posts the same request with aiohttp and parses the same answer into the same arrays with orjson; `chat_ms`
-that of `episode.chat`, which renders and tokenises too. Goal: ratio <= 1.5.
+loop that posts the same request with aiohttp and parses the same answer into the same arrays with orjson. Beside it
+`chat_ms`, that of `episode.chat`, which renders and tokenises too, and `kept_ms`, that of a call which goes on record as
+in training, with what the ledger's writer thread takes. Goal: ratio <= 1.5.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,12 @@ import uvloop
 from aiohttp import web
 
 from areal.agents.episode import Episode
+from areal.agents.journal import Journal
 from areal.agents.template import Template
 from areal.config import Config
 from areal.controller.calls import random_rids
 from areal.controller.fleet import Fleet
+from areal.controller.ledger import Ledger
 from areal.controller.watchdog import spare_the_loop
 from areal.types import Ints, Sampling
 from areal.workers.process import Child, free_port
@@ -146,24 +150,26 @@ async def measure(count: int, concurrency: int, template: Template) -> dict[str,
     sampling = Sampling(count)
     requests = max(2048, concurrency * 512 // count)
     rounds: list[dict[str, float]] = []
-    with stub(count) as (url, child):
+    with stub(count) as (url, child), tempfile.TemporaryDirectory(prefix="areal-bench-") as folder:
+        ledger = Ledger.create(folder)
         async with open_session() as session:
             client = SGLangClient(url, origin=ORIGIN, vocab_size=VOCAB, session=session)
             await wait_ready(client, child, 60.0)
             fleet = Fleet(config, [client], origin=ORIGIN, stop_ids=[0], rids=random_rids("0"))
             running = asyncio.create_task(fleet.run())
 
-            def episode(index: int) -> Episode:
+            def episode(index: int, journal: Journal | None = None) -> Episode:
                 return Episode(
                     generate=fleet.generate,
                     template=template,
                     sampling=sampling,
                     context_length=10**6,
                     group=index,
+                    journal=journal,
                 )
 
-            async def by_generate(index: int) -> None:
-                each = episode(index)
+            async def by_generate(index: int, journal: Journal | None = None) -> None:
+                each = episode(index, journal)
                 await each.generate(prompt)
                 (trajectory,) = each.finish(1.0, 0.0).trajectories
                 assert len(trajectory.ids) == PROMPT + count
@@ -177,13 +183,16 @@ async def measure(count: int, concurrency: int, template: Template) -> dict[str,
                 "bare": lambda index: bare(session, url, prompt, count),
                 "generate": by_generate,
                 "chat": by_chat,
+                "kept": lambda index: by_generate(index, Journal(partial(ledger.append_call, index, 0))),
             }
             await cpu_ms(ways["bare"], concurrency, concurrency)  # opens the connections
             spare_the_loop()  # as in a run
             for _ in range(ROUNDS[count]):
                 rounds.append({name: await cpu_ms(way, concurrency, requests) for name, way in ways.items()})
+                await ledger.barrier()
             await fleet.close()
             await running
+        await ledger.close()
     middle = sorted(rounds, key=lambda each: each["generate"] / each["bare"])[len(rounds) // 2]
     return {
         "tokens": count,
@@ -192,6 +201,7 @@ async def measure(count: int, concurrency: int, template: Template) -> dict[str,
         "bare_ms": middle["bare"],
         "ratio": middle["generate"] / middle["bare"],
         "chat_ms": middle["chat"],
+        "kept_ms": middle["kept"],
     }
 
 

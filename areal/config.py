@@ -149,13 +149,14 @@ class Config(Section):
         path = Path(folder).resolve()  # `latest` is a link that moves
         if not (path / "ledger" / "ledger.db").exists():
             raise ConfigError(f"{folder} is not the folder of a run that began: it has no ledger; look into runs/")
-        saved = _flatten(_read_toml(str(path / "config.toml")))
-        chosen = {key: value for key, value in saved if key not in SETTINGS or value != SETTINGS[key].default}
-        old, new = cls.load((), chosen), cls.load(changes, chosen)
-        for key in SETTINGS:
-            if old[key] != new[key] and not key.startswith(CHANGEABLE):
+        saved = dict(_flatten(_read_toml(str(path / "config.toml"))))
+        chosen = {key: value for key, value in saved.items() if key not in SETTINGS or value != SETTINGS[key].default}
+        new = cls.load(changes, chosen)
+        for key, field in SETTINGS.items():  # the old ones alone may conflict today: the changes may mend that
+            old = saved.get(key, field.default)
+            if old != new[key] and not key.startswith(CHANGEABLE):
                 raise ConfigError(
-                    f"{key}={to_text(new[key], key)}: the run in {folder} has {to_text(old[key], key)}, and what "
+                    f"{key}={to_text(new[key], key)}: the run in {folder} has {to_text(old, key)}, and what "
                     f"happened in it depends on that; start a new run with model.path=<its checkpoint>, or change only "
                     f"{', '.join(CHANGEABLE)}"
                 )

@@ -5,8 +5,8 @@
 A stub in a process of its own answers `/generate` with 256 or 4,096 tokens. `ms` is the CPU time of this process per
 request of the whole path, from Episode through Fleet and SGLangClient to the finished trajectory; `bare_ms` that of a
 loop that posts the same request with aiohttp and parses the same answer into the same arrays with orjson. Beside it
-`chat_ms`, that of `episode.chat`, which renders and tokenises too, and `kept_ms`, that of a call which goes on record as
-in training, with what the ledger's writer thread takes. Goal: ratio <= 1.5.
+`chat_ms`, that of `episode.chat`, which renders and tokenises too, and `kept_ms`, that of a call which goes on record,
+as in training, with what the ledger's writer thread takes. Goal: ratio <= 1.5.
 """
 
 from __future__ import annotations

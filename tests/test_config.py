@@ -172,3 +172,16 @@ def test_frozen():
 def test_fewer_than_80_settings_and_each_has_a_docstring():
     assert len(SETTINGS) < 80
     assert [key for key, field in SETTINGS.items() if len(field.description or "") < 10] == []
+
+
+def test_a_resume_may_mend_what_conflicts_by_the_rules_of_today(tmp_path):
+    """Rules come with newer code, and what an older one had saved must not lock the run up."""
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "ledger.db").touch()
+    saved = Config.load(["trainer.timeout_s=500", "watchdog_s=650"]).to_toml()
+    (tmp_path / "config.toml").write_text(saved.replace("timeout_s = 500.0", "timeout_s = 700.0"))
+    with pytest.raises(ConfigError, match=r"watchdog_s=650\.0 .* is not above trainer\.timeout_s=700\.0"):
+        Config.resume(tmp_path)
+    assert Config.resume(tmp_path, ["watchdog_s=800"]).trainer.timeout_s == 700
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=0\.5: the run in .* has 1e-06"):
+        Config.resume(tmp_path, ["watchdog_s=800", "optimizer.lr=0.5"])

@@ -151,7 +151,7 @@ class Controller:
             log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
             await self._reporter.save_summary()
             beside = asyncio.create_task(self._beside.run(), name="watchdog beside training")
-            stack.callback(beside.cancel)
+            stack.push_async_callback(_ended, beside)
             with self._busy_with(f"servers and ranks to start; what they say is in {self.folder.logs}"):
                 await stack.enter_async_context(self.cluster)
             background = await stack.enter_async_context(asyncio.TaskGroup())
@@ -396,3 +396,8 @@ class Controller:
             return []
         oldest = sorted(episodes, key=lambda episode: episode.awaits[1])[:8]
         return [*(f"{episode.state}{fleet.where(episode.key)}" for episode in oldest), *fleet.waits()[:8]]
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))

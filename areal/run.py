@@ -19,13 +19,14 @@ event loop is running.
 from __future__ import annotations
 
 import fcntl
+import logging
 import math
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ import orjson
 
 from areal.config import Config
 from areal.errors import ConfigError
-from areal.masking import mask
+from areal.masking import MaskingFormatter, mask
 
 SUMMARY_KEYS = (
     "steps",
@@ -207,6 +208,23 @@ class RunFolder:
         for leftover in (self.path / "checkpoints").glob(".deleted-*"):
             shutil.rmtree(leftover, ignore_errors=True)  # somebody may still read it; the next call tries again
         return removed
+
+    @contextmanager
+    def log_file(self) -> Iterator[None]:
+        """What areal logs, logs/controller.log has, whatever the program does with its own logging."""
+        log = logging.getLogger("areal")
+        handler = logging.FileHandler(self.logs / "controller.log", delay=True)
+        handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname)s %(message)s"))
+        level = log.level
+        log.addHandler(handler)
+        if log.getEffectiveLevel() > logging.INFO:
+            log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+            handler.close()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, whole or not at all: SUMMARY_KEYS and whatever else is given; NaN becomes null."""

@@ -38,7 +38,6 @@ from areal.controller.watchdog import LoopWatch, Watchdog, spare_the_loop
 from areal.data import Tasks, check, evaluation_tasks
 from areal.doctor import before_run
 from areal.errors import ArealError, root_cause
-from areal.masking import MaskingFormatter
 from areal.metrics import Metrics
 from areal.run import RunFolder
 from areal.types import EpisodeRecord, Sampling, Task
@@ -105,7 +104,7 @@ class Controller:
                 self.folder = await asyncio.to_thread(RunFolder.create, config)
                 self.ledger = Ledger.create(self.folder.ledger, inline=inline)
                 stack.push_async_callback(self.ledger.close)
-            stack.enter_context(self._log_file())
+            stack.enter_context(self.folder.log_file())
             await asyncio.to_thread(self._replay)
             metrics = await stack.enter_async_context(
                 Metrics(
@@ -200,22 +199,6 @@ class Controller:
             if cause is error or any(failure is error for failure in failures.exceptions):
                 return False
             raise cause from cause.__cause__
-
-    @contextmanager
-    def _log_file(self) -> Iterator[None]:
-        """What areal logs, this run's folder has, whatever the program does with its own logging."""
-        handler = logging.FileHandler(self.folder.logs / "controller.log", delay=True)
-        handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname)s %(message)s"))
-        level = log.level
-        log.addHandler(handler)
-        if log.getEffectiveLevel() > logging.INFO:
-            log.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            log.removeHandler(handler)
-            log.setLevel(level)
-            handler.close()
 
     # -- going on with a run
 

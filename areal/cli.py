@@ -242,12 +242,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor",
         help="look for what would go wrong in a run",
         description="Check machine, data, chat template and tool calls; then start one server and the ranks, compare "
-        "their log-probs, and publish weights. Exit code 0: no problem; 1: at least one; 2: a setting is wrong.",
+        "their log-probs, try the agent, and publish weights. Exit code 0: no problem; 1: at least one; 2: a setting, "
+        "or --agent, is wrong.",
     )
     examine.add_argument("settings", nargs="*", metavar="FILE.toml or key=value", help="files first, key=value wins")
-    options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        return _examine(options.settings)
+    examine.add_argument(
+        "--agent",
+        metavar="FILE.py:NAME",
+        help="an async function to try on the first ten tasks of data.train: does it fail, keep the event loop, use "
+        "signals, always give the same reward? Or MODULE:NAME. It is imported, not run as a program",
+    )
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "doctor" and not any(word.startswith("-") for word in rest):
+        return _examine([*options.settings, *rest], options.agent)  # argparse leaves settings over that follow --agent
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command in ("replay", "inspect"):
         return _look(options)
     if options.command == "resume":
@@ -281,19 +290,21 @@ def _look(options: argparse.Namespace) -> int:
     return 0
 
 
-def _examine(settings: Sequence[str]) -> int:
+def _examine(settings: Sequence[str], where: str | None) -> int:
     """`doctor`: prints each finding as it comes."""
     from areal.doctor import doctor
+    from areal.doctor.agent import load_agent
 
     try:
         config = Config.load(settings)
+        agent = load_agent(where) if where is not None else None
     except ArealError as error:
         print(describe(error), file=sys.stderr)
         return exit_code(error)
     found = []
 
     async def run() -> None:
-        found.extend(await doctor(config, tell=partial(print, flush=True)))
+        found.extend(await doctor(config, agent, tell=partial(print, flush=True)))
 
     return supervise(run) or int(any(finding.level == "problem" for finding in found))
 

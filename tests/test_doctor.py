@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from areal.cli import main
 from areal.config import Config
 from areal.controller.controller import Controller
 from areal.doctor import Finding, before_run, chat, collect, doctor, live, machine, short
+from areal.doctor.agent import load_agent
 from areal.errors import ConfigError
 from areal.types import Completion, Ints, Sampling, Task
 from areal.workers.process import free_port
@@ -324,7 +327,7 @@ def test_the_command_prints_a_line_each_and_fails(
 
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warning", 0), ("problem", 1)])
 def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, level: Any, code: int) -> None:
-    async def found(config: Config, *, tell: Callable[[Finding], object]) -> list[Finding]:
+    async def found(config: Config, agent: None, *, tell: Callable[[Finding], object]) -> list[Finding]:
         return [Finding("data", "ok", "good"), Finding("ports", level, "so so")]
 
     monkeypatch.setattr("areal.doctor.doctor", found)
@@ -337,6 +340,113 @@ async def test_an_agent_needs_tasks(settings: Callable[..., Config]) -> None:
 
     findings = await doctor(settings(**{"data.train": ""}), agent)
     assert [f.check for f in bad(findings)] == ["agent", "servers and ranks"]
+
+
+# -- the agent that the command is given
+
+PROGRAM = """
+import functools
+from helper import REWARD
+
+async def agent(episode, task):
+    return REWARD
+
+async def one(task):
+    return REWARD
+
+def plain(episode, task):
+    return REWARD
+
+class Agent:
+    async def __call__(self, episode, task):
+        return REWARD
+
+    run = __call__
+
+made = Agent()
+bound = functools.partial(Agent.__call__, None)
+
+if __name__ == "__main__":
+    raise SystemExit("the program ran")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program beside a module that it imports."""
+    (tmp_path / "helper.py").write_text("REWARD = 0.25")
+    file = tmp_path / "its_program.py"
+    file.write_text(PROGRAM)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return file
+
+
+@pytest.mark.parametrize("name", ["agent", "made", "bound", "made.run"])
+@pytest.mark.parametrize("as_module", [False, True])
+async def test_an_agent_is_found_in_a_program(
+    program: Path, monkeypatch: pytest.MonkeyPatch, name: str, as_module: bool
+) -> None:
+    """As a file from anywhere, as a module of the current folder; processes of its own can import it too."""
+    if as_module:
+        monkeypatch.chdir(program.parent)
+    agent = load_agent(f"{program.stem if as_module else program}:{name}")
+    assert await agent(None, {}) == 0.25  # type: ignore[arg-type]
+    assert sys.modules[program.stem].REWARD == 0.25
+
+
+async def test_a_program_with_the_name_of_another_module(program: Path) -> None:
+    file = program.rename(program.with_name("json.py"))
+    assert await load_agent(f"{file}:agent")(None, {}) == 0.25  # type: ignore[arg-type]
+    assert sys.modules["json"] is json
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("its_program.py", "give FILE.py:NAME or MODULE:NAME"),
+        ("its_program.py:", "give FILE.py:NAME or MODULE:NAME"),
+        ("none.py:agent", "there is no file /.*/none.py"),
+        ("no.module:agent", "no module no;"),
+        ("its_program.py:agnt", "has no agnt; its async functions are: agent, one"),
+        ("helper.py:agent", "has no agent; it has no async function"),
+        ("its_program.py:plain", r"plain is a function, not an async function; write `async def plain\("),
+        ("its_program.py:REWARD", "REWARD is of type float, not an async function"),
+        ("its_program.py:Agent", "Agent is a class, not an async function"),
+        ("its_program.py:one", r"cannot be called as one\(episode, task\): too many positional arguments"),
+        ("raises.py:agent", "importing raises.py raised ModuleNotFoundError: No module named 'not_there'"),
+        ("raises:agent", "importing raises raised ModuleNotFoundError: No module named 'not_there'"),
+        ("ends.py:agent", r"ended the program \(SystemExit: 3\); put what starts it under `if __name__"),
+    ],
+)
+def test_an_agent_that_cannot_be_had(
+    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, message: str
+) -> None:
+    """Nothing is checked or started."""
+    monkeypatch.chdir(program.parent)
+    Path("raises.py").write_text("import not_there")
+    Path("ends.py").write_text("import sys; sys.exit(3)")
+    assert main(["doctor", f"--agent={where}"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert re.match(rf"ConfigError: --agent '{where}': .*{message}", err)
+    assert ('ends.py", line 1' in err or 'raises.py", line 1' in err) == ("raised" in message)  # where it failed
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_command_hands_the_agent_over(program: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Wherever it stands among the settings."""
+    given: list[Any] = []
+
+    async def found(config: Config, agent: Any, *, tell: Callable[[Finding], object]) -> list[Finding]:
+        given.extend((config.seed, config.train.steps, await agent(None, {})))
+        return []
+
+    monkeypatch.setattr("areal.doctor.doctor", found)
+    arguments = ["seed=7", "train.steps=3"]
+    arguments[place:place] = ["--agent", f"{program}:agent"]
+    assert main(["doctor", *arguments]) == 0
+    assert given == [7, 3, 0.25]
 
 
 # -- the agent

@@ -1,4 +1,4 @@
-"""Looks for what would go wrong in a run, before it: `areal doctor CONFIG.toml`, or in a program
+"""Looks for what would go wrong in a run, before it: `areal doctor CONFIG.toml --agent FILE.py:NAME`, or in a program
 
     findings = await doctor(config, agent, tasks)
 
@@ -105,7 +105,7 @@ async def doctor(
     rest = await asyncio.to_thread(short, config, rows if tasks is not None else None)
     found(finding for finding in rest if not known or finding.check != "data")
     if agent and not rows and not known:
-        found([Finding("agent", "problem", "there are no tasks to try it on", "pass tasks, or set data.train")])
+        found([Finding("agent", "problem", "there are no tasks to try it on", "set data.train, or pass tasks")])
     if any(finding.level == "problem" for finding in findings):
         found([Finding("servers and ranks", "warning", "not started", "solve the problems above first")])
         return findings

@@ -8,7 +8,6 @@ fails is logged as a warning, once, and the run goes on.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import math
 import threading
@@ -16,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -84,6 +84,14 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def check_sinks(sinks: Sequence[str]) -> None:
+    """Raises ConfigError for one whose package is missing."""
+    for sink in sinks:
+        spec = find_spec(sink)
+        if spec is None or spec.origin is None:  # the latter: a folder of that name, such as W&B itself writes
+            raise ConfigError(f'metrics.sinks={list(sinks)}: {sink} is not installed; pip install "areal[{sink}]"')
+
+
 class Metrics:
     """`async with Metrics(folder, config.metrics.sinks) as metrics: metrics.log(step, {...})`
 
@@ -101,9 +109,7 @@ class Metrics:
         *,
         inline: bool = False,
     ):
-        for sink in sinks:
-            if importlib.util.find_spec(sink) is None:
-                raise ConfigError(f'metrics.sinks={list(sinks)}: {sink} is not installed; pip install "areal[{sink}]"')
+        check_sinks(sinks)
         self._folder = folder
         self._names = sinks
         self._project = project

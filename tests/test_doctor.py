@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from areal import metrics
 from areal.agents.episode import Episode
 from areal.cli import main
 from areal.config import Config
@@ -309,6 +311,18 @@ async def test_a_run_with_a_problem_does_not_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with pytest.raises(ConfigError, match=r"disk: .* 0\.0 GB free"):
         async with Controller(settings()):
+            pass
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None, is_package=True)])
+async def test_a_run_with_a_missing_sink_leaves_no_folder(
+    settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: ModuleSpec | None
+) -> None:
+    """I10. A folder wandb/ in the current one, such as W&B writes, is no package."""
+    monkeypatch.setattr(metrics, "find_spec", lambda name: spec)
+    with pytest.raises(ConfigError, match=r'^metrics: .*wandb is not installed; pip install "areal\[wandb\]"'):
+        async with Controller(settings(**{"metrics.sinks": ["wandb"]})):
             pass
     assert not (tmp_path / "runs").exists()
 

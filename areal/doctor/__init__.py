@@ -47,6 +47,7 @@ def short(config: Config, tasks: Sequence[Task] | None = None) -> list[Finding]:
     findings = collect("placement", machine.placement(config))
     findings += collect("ports", machine.ports(config))
     findings += collect("open files", machine.open_files(config))
+    findings += collect("metrics", machine.sinks(config))
     tokenizer, room = None, config.model.context_length - UNUSABLE_TOKENS
     try:
         folder = model_folder(config.model.path)

@@ -1,4 +1,4 @@
-"""Whether the machine has what a run needs: ports, disk, memory, files, devices. Estimates are lower bounds."""
+"""Whether the machine has what a run needs: ports, disk, memory, files, packages, devices. Sizes are lower bounds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from areal.config import Config
 from areal.controller.facts import KEPT_STEPS
 from areal.doctor.findings import Result
 from areal.errors import ConfigError
+from areal.metrics import check_sinks
 from areal.run import RunFolder
 from areal.workers.placement import Plan, place
 from areal.workers.process import check_port
@@ -67,6 +68,12 @@ def open_files(config: Config) -> Iterator[Result]:
         )
     else:
         yield f"{need} are needed at most"
+
+
+def sinks(config: Config) -> Iterator[Result]:
+    check_sinks(config.metrics.sinks)
+    if config.metrics.sinks:
+        yield f"{' and '.join(config.metrics.sinks)} installed"
 
 
 def parameters(model: Architecture) -> int:

@@ -224,6 +224,18 @@ class WeightSync:
                 except ServerError as error:
                     self._fleet.fail(server, str(error))
 
+    async def reload(self, server: Server) -> None:
+        """Load the current version into a server again, from a new export, whatever the transport is. For a trainer
+        that still holds that version. Raises ServerError, TrainerError."""
+        async with self._lock:
+            current, self._exported = self._current, None
+            assert current is not None
+            await self._export(current.version)
+            async with self._deadline(server):
+                await self._fleet.interrupt(server)
+                await server.client.load_disk(str(self._path(current.version)), current.label)
+                await self._finish(server, current)
+
     async def leave(self, index: int) -> None:
         """Take a server out of the fleet, between two publications."""
         async with self._lock:

@@ -21,8 +21,10 @@ from areal.algorithms.batching import sft_request
 from areal.config import Config
 from areal.controller.cluster import Cluster
 from areal.controller.rollout import Agent, Failure, attempt, name_of
+from areal.controller.server import Server
 from areal.controller.weights import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, probe_ids
 from areal.doctor.findings import Result
+from areal.errors import ServerRefused
 from areal.types import Floats, Ints, Sampling, Task
 
 PROMPT_LENGTHS = (16, 64, 256)
@@ -84,7 +86,7 @@ async def logprobs(config: Config, cluster: Cluster) -> list[Result]:
 
 
 async def publication(config: Config, cluster: Cluster) -> list[Result]:
-    """Whether weights that a step changed arrive, and nothing computed by the old ones stays behind."""
+    """Whether weights that a step changed arrive, all of them, and nothing computed by the old ones stays behind."""
     results: list[Result] = []
     asked = prompts(cluster)[-1]
     trainer = cluster.trainer
@@ -134,12 +136,44 @@ async def publication(config: Config, cluster: Cluster) -> list[Result]:
                     "server --disable-radix-cache",
                 )
             )
-    if not results and not moved > 10 * _tolerance(config):
+    if results:
+        return results
+    for server in cluster.fleet.servers:
+        results += await _tensors(config, cluster, server)
+    if not moved > 10 * _tolerance(config):
         results.append(
             ("warning", f"a step changed the log-probs by {moved:.2g} only, too little to tell", "look at model.dtype")
         )
     note = "" if cached else " (it keeps no prefixes)"
-    return results or [f"log-probs moved by {moved:.2g} and arrived; no old KV is left{note}"]
+    return results or [f"log-probs moved by {moved:.2g}, all tensors arrived; no old KV is left{note}"]
+
+
+async def _tensors(config: Config, cluster: Cluster, server: Server) -> list[Result]:
+    """Whether all that a publication left in a server is what the trainer exports: log-probs of prompts do not show the
+    embedding of another id. The server's checksums are compared with those after a second load, over random numbers:
+    a tensor that a load does not set differs too."""
+    client = server.client
+    try:
+        published = await client.checksums()
+        await client.scramble()
+    except ServerRefused as error:
+        message = f"only the log-probs of prompts were compared, not all tensors: {error}"
+        return [("warning", message, "that takes SGLang 0.5.23, and memory for its largest tensor once more")]
+    finally:
+        await cluster.weights.reload(server)
+    exported = await client.checksums()
+    wrong = [name for name in exported if published.get(name) != exported[name]]
+    if not wrong:
+        return []
+    return [
+        (
+            "problem",
+            f"{client.url} holds {len(wrong)} of {len(exported)} tensors otherwise than the trainer exports them: "
+            f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}",
+            f"look at the server's log for what weights.transport={config.weights.transport} did not load, or take "
+            "another transport",
+        )
+    ]
 
 
 def _gap(config: Config, a: Floats, b: Floats) -> float:

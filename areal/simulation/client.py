@@ -115,6 +115,14 @@ class SimulatedClient:
         await self._within(self.server.running())
         return self.server.weights.score(len(ids))
 
+    async def checksums(self) -> dict[str, str]:
+        await self._reach(self._timeout_s)
+        return {"weights": self.server.weights.digest}
+
+    async def scramble(self) -> None:
+        await self._reach(self._timeout_s)
+        self.server.weights = self.server.weights.corrupted()
+
     async def close(self) -> None:
         pass
 

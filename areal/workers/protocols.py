@@ -86,6 +86,15 @@ class ServerClient(Protocol):
         """Log-probs [L] of the tokens themselves at temperature 1; entry 0 is 0."""
         ...
 
+    async def checksums(self) -> dict[str, str]:
+        """A checksum of each weight tensor, under the server's own name: to compare with the same server's only, since
+        it lays tensors together, pads and splits them."""
+        ...
+
+    async def scramble(self) -> None:
+        """Overwrite all weights with random numbers, so that a load shows what it does not set."""
+        ...
+
     async def close(self) -> None: ...
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from areal.agents.episode import Episode
+from areal.cli import main
 from areal.config import Config
 from areal.doctor import Finding, chat, collect, doctor
 from areal.types import Task
@@ -42,11 +48,12 @@ def levels(findings: list[Finding]) -> dict[str, str]:
 @pytest.mark.timeout(300)
 async def test_a_healthy_run_passes_every_check(tiny_qwen3: Path, tmp_path: Path) -> None:
     told: list[Finding] = []
-    findings = await doctor(settings(tiny_qwen3, tmp_path, **{"servers.count": 2}), agent, TASKS, tell=told.append)
+    config = settings(tiny_qwen3, tmp_path, **{"servers.count": 2, "weights.transport": "group"})
+    findings = await doctor(config, agent, TASKS, tell=told.append)
     assert told == findings
     assert {f.level for f in findings} == {"ok"}, findings
     assert [f.check for f in findings][-4:] == ["tool parser", "log-probs", "agent", "publication"]
-    assert findings[-1].message.endswith("no old KV is left")
+    assert findings[-1].message.endswith("all tensors arrived; no old KV is left")
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -81,6 +88,47 @@ async def test_a_server_with_other_weights_and_an_old_kv_cache(
     by_check = {finding.check: finding for finding in findings}
     assert "the server holds other weights than model.path" in by_check["log-probs"].remedy
     assert "still uses what the old weights computed" in by_check["publication"].message
+
+
+PROGRAM = """
+async def agent(episode, task):
+    reply = await episode.chat([{"role": "user", "content": task["question"]}])
+    return len(reply["content"]) / 100
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_command_tries_an_agent_and_finds_one_wrong_number(
+    tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a published tensor, the smallest step from what the trainer has: no log-prob shows it, its checksum does."""
+    load = SGLangClient.load_disk
+    wrong = tmp_path / "wrong"
+
+    async def load_wrong(self: SGLangClient, folder: str, label: str, *, abort: bool = True) -> None:
+        if label.endswith(":1") and not wrong.exists():
+            shutil.copytree(folder, wrong)
+            tensors = load_file(wrong / "model.safetensors")
+            last = tensors["model.embed_tokens.weight"][-1]
+            last[0] = torch.nextafter(last[0], torch.tensor(9.0))
+            save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
+            folder = str(wrong)
+        await load(self, folder, label, abort=abort)
+
+    monkeypatch.setattr(SGLangClient, "load_disk", load_wrong)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    program, rows = tmp_path / "an_agent.py", tmp_path / "rows.jsonl"
+    program.write_text(PROGRAM)
+    rows.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    config = settings(tiny_qwen3, tmp_path, **{"data.train": str(rows)})
+    file = tmp_path / "run.toml"
+    file.write_text(config.to_toml())
+    assert main(["doctor", str(file), "--agent", f"{program}:agent"]) == 1
+    *good, agents, publication = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in good} == {"ok"}
+    assert agents.startswith("ok       agent: 10 tasks, mean reward 0.")
+    assert publication.startswith("problem  publication: http://127.0.0.1:")
+    assert "holds 1 of 18 tensors otherwise than the trainer exports them: model.embed_tokens.weight" in publication
 
 
 @pytest.mark.timeout(300)

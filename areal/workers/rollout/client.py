@@ -211,6 +211,22 @@ class SGLangClient:
             raise self._refused("/generate", f"{len(logprobs)} log-probs of a prompt of {len(ids)} tokens")
         return logprobs
 
+    async def checksums(self) -> dict[str, str]:
+        path = "/weights_checker"
+        answer = self._json(path, await self._ok(path, {"action": "checksum", "selector": "target"}, self.timeout_s))
+        try:
+            ranks = [rank["checksums"] for rank in answer["ranks"]]
+            return {
+                f"{name} of rank {number}" if len(ranks) > 1 else name: str(checksum)
+                for number, checksums in enumerate(ranks)
+                for name, checksum in checksums.items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._refused(path, f"no checksums ({error!r})") from None
+
+    async def scramble(self) -> None:
+        await self._succeed("/weights_checker", {"action": "reset_tensors", "selector": "target"})
+
     async def close(self) -> None:
         if self._owned:
             await self._session.close()

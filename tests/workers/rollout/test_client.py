@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -165,6 +166,24 @@ async def test_info(client: SGLangClient) -> None:
 
 async def test_score(client: SGLangClient) -> None:
     assert (await client.score(ids(PROMPT))).tolist() == score(PROMPT, 0).tolist()
+
+
+async def test_checksums(client: SGLangClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of a server has its share of a tensor."""
+    with pytest.raises(ServerRefused, match="/weights_checker: HTTP 404"):  # an SGLang that has none
+        await client.checksums()
+    answer: dict[str, Any] = {"success": True, "ranks": [{"checksums": {"w": "a1"}}, {"checksums": {"w": "b2"}}]}
+
+    async def respond(path: str, body: dict[str, Any], timeout_s: float) -> tuple[int, bytes]:
+        return 200, json.dumps(answer).encode()
+
+    monkeypatch.setattr(client, "_within", respond)
+    assert await client.checksums() == {"w of rank 0": "a1", "w of rank 1": "b2"}
+    del answer["ranks"][1]
+    assert await client.checksums() == {"w": "a1"}
+    del answer["ranks"]
+    with pytest.raises(ServerRefused, match="no checksums"):
+        await client.checksums()
 
 
 async def test_load_disk(server: FakeServer, client: SGLangClient, tmp_path: Path) -> None:

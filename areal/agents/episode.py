@@ -205,7 +205,7 @@ class Episode:
         return results
 
     def finish(self, reward: object, seconds: float) -> EpisodeRecord:
-        """End the episode: what the ledger keeps of it. Raises EpisodeError for a reward that is no finite number (I9).
+        """End the episode: what the ledger keeps of it. Raises RewardError for a reward that is no finite number (I9).
 
         seconds: wall time from the start to the agent's return.
         """

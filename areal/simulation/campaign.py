@@ -62,6 +62,8 @@ STOP_S = 10.0
 """From the first Ctrl-C to the end; then a run ends the hard way."""
 ABORT_S = 0.1
 """I8: from the cancellation of an episode to the abort of its request."""
+COUNTED = "weights.transport", "weights.rollout", "weights.interrupt", "staleness.late"
+"""Drawn settings whose values are counted: each is to have been tried."""
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class Simulation:
         first = [f"folder={folder}", *case.settings]
         self._config = Config.load(first)
         config = self._config
+        self.outcome.happened.update(f"{key}={config[key]}" for key in COUNTED)
         self._audit = Audit(config.train.batch_groups, config.staleness.max, config.staleness.late, config.group.size)
         self._world = World(
             seed=case.seed,
@@ -267,8 +270,10 @@ class Simulation:
         state = self._controller.scheduler.state
         weights = self._world.trainer.weights
         used_up = bool(self.case.tasks and config.data.epochs)
-        if audit.version != config.train.steps and not used_up:
-            raise Violation(f"I3: the run ended at version {audit.version} of {config.train.steps}")
+        if audit.version != config.train.steps and (audit.open or not used_up):
+            open_groups = f", with groups {list(audit.open)} open" if audit.open else ""
+            raise Violation(f"I3: the run ended at version {audit.version} of {config.train.steps}{open_groups}")
+        self.outcome.happened["data used up"] += audit.version != config.train.steps
         if list(weights.groups) != list(audit.trained) or self._world.trainer.version != audit.version:
             raise Violation(f"I4: the weights have groups {weights.groups}, trained are {list(audit.trained)}")
         if state.checkpoint is None or state.checkpoint.version != audit.version:
@@ -280,9 +285,6 @@ class Simulation:
         self.outcome.episodes = state.finished
         for reason, count in state.dropped.items():
             self.outcome.happened[f"dropped: {reason}"] += count
-        self.outcome.happened["retractions"] += sum(
-            client.server.retractions for client in self._world.clients.values()
-        )
 
     def _waits(self) -> str:
         return "; ".join(self._controller.scheduler.describe()) if self._controller else "its start"
@@ -371,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         failed, happened = campaign(seeds)
     for name, count in sorted(happened.items()):
-        print(f"{name:>24}: {count}")
+        print(f"{name:>28}: {count}")
     print(f"{time.perf_counter() - started:.1f} s")
     if options.json:
         record = {

@@ -62,6 +62,7 @@ def draw(seed: int) -> Case:
         "checkpoint.every": chance.choice([0, 1, 2, 3]),
         "trainer.start_timeout_s": 60,
         "trainer.timeout_s": 120,
+        "data.epochs": random.Random(f"{seed} epochs").choice([0, 0, 1]),
         "failures.agent": 40,
         "failures.infrastructure": 40,
         "seed": seed % 1000,

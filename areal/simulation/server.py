@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,7 +85,8 @@ class Trouble:
 
 
 class SimulatedServer:
-    """length(): how many tokens the model's next answer has by itself."""
+    """length(): how many tokens the model's next answer has by itself. happened: counts requests that went back into
+    the queue, by why."""
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class SimulatedServer:
         kv_tokens: int,
         length: random.Random,
         mean_length: float,
+        happened: Counter[str],
     ) -> None:
         self.index = index
         self.weights = weights
@@ -105,11 +107,11 @@ class SimulatedServer:
         self.speed = speed
         self.trouble = Trouble()
         self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.retractions = 0
         self._max_running = max_running
         self._kv_tokens = kv_tokens
         self._random = length
         self._mean_length = mean_length
+        self._happened = happened
         self._running: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
         self._ends: list[tuple[float, int, Job]] = []
@@ -178,7 +180,7 @@ class SimulatedServer:
         for job in list(reversed(self._running.values())):
             self._halt(job)
             self._waiting.appendleft(job)
-            self.retractions += 1
+            self._happened["requests held for weights"] += 1
         self._schedule()
 
     def resume(self) -> None:
@@ -281,7 +283,7 @@ class SimulatedServer:
             job = next(reversed(self._running.values()))
             self._halt(job)
             self._waiting.appendleft(job)
-            self.retractions += 1
+            self._happened["requests out of a full cache"] += 1
         self._schedule()
 
     def _keep(self, job: Job) -> None:

@@ -143,7 +143,6 @@ class SimulatedWorkers:
     async def stop_server(self, index: int) -> None:
         if client := self._world.clients.pop(index, None):
             client.server.crash("it was ended")
-            self._world.happened["retractions"] += client.server.retractions
 
     async def server_exited(self, index: int) -> str:
         return await asyncio.shield(self._world.clients[index].server.exited)
@@ -166,6 +165,7 @@ class SimulatedWorkers:
             kv_tokens=world.kv_tokens,
             length=self._random,
             mean_length=world.mean_length,
+            happened=world.happened,
         )
         client = world.clients[index] = SimulatedClient(server, self._groups, self._random, self._timeout_s)
         return client

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import inspect
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from areal.controller import calls
+from areal.agents.episode import Episode
+from areal.controller import calls, rollout
+from areal.controller.facts import Dropped
 from areal.controller.reader import LedgerReader
-from areal.controller.rollout import RolloutLoop, Signal
-from areal.controller.scheduler import Scheduler
+from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal
+from areal.controller.scheduler import Scheduler, Verdict
+from areal.controller.train import TrainLoop
 from areal.simulation.campaign import campaign, quiet, simulate
 from areal.simulation.case import draw
+from areal.simulation.clock import VirtualLoop
 from areal.simulation.workers import SERVER_FAULTS, TRAINER_FAULTS
+from areal.types import Batch, EpisodeRecord, Task, TrainStats
 
 SEEDS = 200
 FIXED_SEEDS: dict[int, str] = {
-    29: "weights of a killed controller were in the way of the next export",
-    1: "a resumed run with a stream of tasks was refused for data.shuffle, which nobody had set",
-    9188: "a server that came up while restarted ranks repeated steps was never opened",
-    1205: "a server that left after all servers of its weight group had died ended the run",
-    9769: "a server that ranks could not give its weights was never opened, and without it there was no step",
-    168: "cleanup of an abandoned controller ran inside a later one",
+    36: "weights of a killed controller were in the way of the next export",
     203: "a stop while ranks repeated their steps ended with an error of the scheduler",
+    1326: "a server that left after all servers of its weight group had died ended the run",
+    9188: "a server that came up while restarted ranks repeated steps was never opened",
+    9769: "a server that ranks could not give its weights was never opened, and without it there was no step",
 }
-"""Seeds that found a fault, and what it was."""
+"""Seeds that find a fault, and what it was. (Drawing more changes what a seed stands for: 36 and 1326 find what others
+had found.)"""
+WITHOUT_STOPS = {9188, 9769}
+"""Those that found it before stops were drawn."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,17 +58,39 @@ def test_a_few_hundred_seeds() -> None:
     failed, happened = campaign(range(1000, 1000 + SEEDS))
     assert not failed, [(outcome.seed, outcome.violation) for outcome in failed]
     kinds = [*SERVER_FAULTS, *TRAINER_FAULTS, "controller killed", "agent failed", "agent hung", "call recalled"]
-    kinds += ["servers joined", "servers left", "controller stopped"]
+    kinds += ["servers joined", "servers left", "controller stopped", "data used up"]
     assert not [kind for kind in kinds if not happened[kind]], "a fault that never happened was not tested"
     assert happened["steps"] > 3 * SEEDS
-    assert happened["retractions"]
+    assert happened["requests out of a full cache"]
+    assert happened["requests held for weights"]
+    settings = [f"staleness.late={late}" for late in ("mask", "drop", "wait")]
+    settings += ["weights.transport=disk", "weights.transport=group", "weights.rollout=all", "weights.rollout=rolling"]
+    settings += ["weights.interrupt=abort", "weights.interrupt=retract"]
+    assert not [setting for setting in settings if not happened[setting]]
     assert all(happened[f"dropped: {reason}"] for reason in ("stale", "uniform", "agent"))
 
 
 @pytest.mark.parametrize("seed", FIXED_SEEDS)
 def test_seeds_that_found_a_fault(seed: int) -> None:
-    failed, _ = campaign([seed])
-    assert not failed, failed[0].violation
+    quiet()
+    case = draw(seed)
+    if seed in WITHOUT_STOPS:
+        case = replace(case, stops=(0.0,) * len(case.stops))
+    assert not simulate(case).violation
+
+
+def test_nothing_of_a_killed_controller_runs_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coroutines are closed before the next attempt begins; the garbage collector would close them inside it."""
+    quiet()
+    close, states = VirtualLoop.close, Counter[str]()
+
+    def counting(loop: VirtualLoop) -> None:
+        states.update(inspect.getcoroutinestate(task.get_coro()) for task in asyncio.all_tasks(loop))  # type: ignore[arg-type]
+        close(loop)
+
+    monkeypatch.setattr(VirtualLoop, "close", counting)
+    assert "killed" in simulate(168).ends
+    assert set(states) == {inspect.CORO_CLOSED}
 
 
 def _ledger(folder: Path) -> tuple[str, str]:
@@ -104,6 +136,67 @@ def test_it_finds_admission_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_finds_stale_tokens_in_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_too_old", lambda *_: False)
     _find("I2", range(100))
+
+
+def test_it_finds_a_group_that_is_dropped_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(self: Scheduler, group: int, reason: str) -> Verdict:
+        self.state.apply(Dropped(group, reason))
+        return Verdict.DROPPED
+
+    monkeypatch.setattr(Scheduler, "_drop", drop)
+    _find("I3: trained, dropped, open", range(30))
+
+
+def test_it_finds_groups_left_over_at_the_end_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few for a batch."""
+    next_batch = Scheduler.next_batch
+    monkeypatch.setattr(Scheduler, "next_batch", lambda self, final, **rest: next_batch(self, **rest))
+    _find("I3: the run ended", range(30))
+
+
+def test_it_finds_a_run_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_batch = TrainLoop.next_batch
+
+    async def short(self: TrainLoop):  # type: ignore[no-untyped-def]
+        return None if self.scheduler.state.version == 2 else await next_batch(self)
+
+    monkeypatch.setattr(TrainLoop, "next_batch", short)
+    _find("I3: the run ended", range(30))
+
+
+def test_it_finds_steps_that_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that start again are behind the run then."""
+
+    async def nothing(self: TrainLoop) -> None:
+        self.cluster.held = self.scheduler.state.version
+
+    monkeypatch.setattr(TrainLoop, "_repeat", nothing)
+    _find("I4: the ranks", range(30))
+
+
+def test_it_finds_a_group_that_is_trained_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch but the first has the groups of the one before it."""
+    train, before = TrainLoop.train, {}
+
+    async def again(self: TrainLoop, batch: Batch) -> TrainStats:
+        groups = before.get(self, batch.groups)
+        before[self] = batch.groups
+        return await train(self, replace(batch, groups=groups))
+
+    monkeypatch.setattr(TrainLoop, "train", again)
+    _find("I4: groups", range(30))
+
+
+def test_it_finds_a_failure_that_became_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = rollout.attempt
+
+    async def rewarded(agent: Agent, episode: Episode, task: Task, timeout_s: float) -> EpisodeRecord | Failure:
+        outcome = await attempt(agent, episode, task, timeout_s)
+        failed = isinstance(outcome, Failure) and outcome.kind in ("timeout", "server")
+        return episode.finish(0.0, timeout_s) if failed else outcome
+
+    monkeypatch.setattr(rollout, "attempt", rewarded)
+    _find("I9", range(60))
 
 
 def test_it_finds_a_token_lost_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,9 @@ import pytest
 from areal.agents.episode import Episode
 from areal.config import Config
 from areal.controller.controller import Controller
+from areal.controller.scheduler import Scheduler
 from areal.controller.train import TrainLoop
-from areal.errors import ArealError, TrainerError
+from areal.errors import ArealError, Stalled, TrainerError
 from areal.simulation.campaign import Simulation
 from areal.simulation.case import ATTEMPTS, draw
 from areal.simulation.clock import run
@@ -203,6 +204,73 @@ def test_a_service_whose_users_do_not_rate_goes_on(calm: Simulation) -> None:
         assert controller.scheduler.state.failures["timeout"] > 200
 
     run(main())
+
+
+def test_i7_complete_groups_that_are_all_dropped_are_no_progress(
+    calm: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch seems near each time, and none comes about."""
+    monkeypatch.setattr(Scheduler, "_too_old", lambda *_: True)
+    calm._config = calm._config.changed({"group.uniform": "train"}, "test")
+
+    async def main() -> None:
+        async with controller_of(calm) as controller:
+            with pytest.raises(Stalled, match="no step done"):
+                async with asyncio.timeout(2 * calm._config.watchdog_s):
+                    await controller.train(calm._agent, [{"id": str(i)} for i in range(99)])
+            assert controller.scheduler.state.dropped["stale"] > 100
+
+    run(main())
+
+
+def test_i7_each_step_is_progress_however_many_groups_there_were(calm: Simulation) -> None:
+    async def main() -> None:
+        async with controller_of(calm) as controller:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(2 * calm._config.watchdog_s):
+                    await controller.train(calm._agent, [{"id": str(i)} for i in range(99)])
+            assert controller.scheduler.state.version > 50
+
+    run(main())
+
+
+def waits_of(calm: Simulation, caplog: pytest.LogCaptureFixture, *, hung: bool) -> tuple[str, str]:
+    """What a run with one server is said to wait for, at first and at its end: its agents hang, or the server does."""
+    calm._config = calm._config.changed({"servers.count": 1}, "test")
+
+    async def agent(episode: Episode, task: Task) -> float:
+        if not hung:
+            calm._world.clients[0].server.slow(1e9)  # it says that it is well, and samples nothing
+        await episode.generate([2, 3, 4])
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> str:
+        async with controller_of(calm) as controller:
+            with pytest.raises(Stalled) as stalled:
+                await controller.train(agent, [{"id": f"q{i}"} for i in range(99)])
+        return str(stalled.value)
+
+    with caplog.at_level(logging.WARNING, "areal"):
+        end = run(main())
+    return next(text for text in caplog.messages if text.startswith("no progress for 45 s")), end
+
+
+def test_i7_of_a_hung_server_it_is_said_which_episodes_wait_for_it(
+    calm: Simulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in waits_of(calm, caplog, hung=False):
+        waits = r"episode (\d+)\.0 \(task q\d+, turn 1\) awaits the model, for \d\d\.\d s, on sim://0"
+        (one, other) = re.findall(rf"^  {waits}$", text, re.MULTILINE)
+        assert re.search(rf"^  group {one} \(task 'q\d+'\) waits for member 0, 1, 2$", text, re.MULTILINE)
+        assert re.search(rf"^  {other}/2: request [0-9a-f]{{32}} has waited \d\d\.\d s on sim://0$", text, re.MULTILINE)
+
+
+def test_i7_of_hung_agents_it_is_said_which_they_are(calm: Simulation, caplog: pytest.LogCaptureFixture) -> None:
+    for text in waits_of(calm, caplog, hung=True):
+        waits = r"  episode \d+\.[012] \(task q\d+, turn 2\) awaits its own code, for \d\d\.\d s"
+        assert len(re.findall(f"^{waits}$", text, re.MULTILINE)) == 6
+        assert "sim://0" not in text
 
 
 def test_an_open_batch_is_trained_at_the_rate_that_it_was_formed_with(

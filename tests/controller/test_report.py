@@ -47,11 +47,11 @@ def reporter_of(kept: Lengths, lost: Lengths, folder: Path) -> Reporter:
     return reporter
 
 
-def told(reporter: Reporter, caplog: pytest.LogCaptureFixture) -> list[str]:
+async def told(reporter: Reporter, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What a step says."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, "areal"):
-        reporter.step(BATCH, STATS, PUBLISHED)
+        await reporter.step(BATCH, STATS, PUBLISHED)
     return caplog.messages
 
 
@@ -59,7 +59,7 @@ def told(reporter: Reporter, caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_episodes_that_are_dropped_for_their_length_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mean: int, favours: str
 ) -> None:
-    (text,) = told(reporter_of(Lengths(180, 180 * 300), Lengths(20, 20 * mean), tmp_path), caplog)
+    (text,) = await told(reporter_of(Lengths(180, 180 * 300), Lengths(20, 20 * mean), tmp_path), caplog)
     assert f"10.0 % of the episodes were dropped, with {mean} tokens on average; those trained on have 300" in text
     assert f"training favours the {favours} ones" in text
 
@@ -76,7 +76,7 @@ async def test_episodes_that_are_dropped_for_their_length_are_told(
 async def test_no_bias_is_told_of_where_there_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: Lengths, lost: Lengths
 ) -> None:
-    assert not told(reporter_of(kept, lost, tmp_path), caplog)
+    assert not await told(reporter_of(kept, lost, tmp_path), caplog)
 
 
 async def test_a_bias_is_told_again_when_twice_as_many_were_dropped(
@@ -84,8 +84,8 @@ async def test_a_bias_is_told_again_when_twice_as_many_were_dropped(
 ) -> None:
     lost = Lengths(20, 20 * 900)
     reporter = reporter_of(Lengths(180, 180 * 300), lost, tmp_path)
-    assert len(told(reporter, caplog)) == 1
+    assert len(await told(reporter, caplog)) == 1
     lost.add(19, 19 * 900)
-    assert not told(reporter, caplog)
+    assert not await told(reporter, caplog)
     lost.add(1, 900)
-    assert len(told(reporter, caplog)) == 1
+    assert len(await told(reporter, caplog)) == 1

@@ -5,7 +5,7 @@ are grouped: a group's trajectories are synced to their segment before its rows 
 synced too. So whatever is killed, the ledger is a prefix of what was appended, everything that a `barrier` waited
 for is in it, and each Finished fact that came with an episode has its trajectory (I4).
 
-A trajectory lives until its group is dropped or a checkpoint covers the step that trained it; a segment file with
+A trajectory lives until its group is dropped or a checkpoint covers the KEPT_STEPS after its own; a segment file with
 no living trajectory is deleted.
 """
 

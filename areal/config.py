@@ -101,10 +101,11 @@ class Config(Section):
         except ValidationError as error:
             raise ConfigError("\n".join(_explain(e, origins) for e in error.errors())) from None
         config._origins.update(origins or dict.fromkeys(_given(config), "code"))
-        from areal.conflicts import conflicts  # which needs the tree
+        if not (info.context or {}).get("recorded"):
+            from areal.conflicts import conflicts  # which needs the tree
 
-        if found := list(conflicts(config)):
-            raise ConfigError("\n".join(found))
+            if found := list(conflicts(config)):
+                raise ConfigError("\n".join(found))
         return config
 
     @classmethod
@@ -113,11 +114,13 @@ class Config(Section):
         arguments: Sequence[str] = (),
         defaults: Mapping[str, Any] | None = None,
         command: Sequence[str] = (),
+        *,
+        recorded: bool = False,
     ) -> Config:
         """Build a Config from `[FILE.toml ...] key.sub=value ...`.
 
         defaults: the program's own values by dotted key; files and arguments override them. command: the program, for
-        `areal resume`.
+        `areal resume`. recorded: of a run that was, by whose rules these settings may not have been in conflict.
         Raises ConfigError for an unknown key, a wrong type, a conflict or an unreadable file.
         """
         values: dict[str, tuple[Any, str]] = {}
@@ -135,7 +138,8 @@ class Config(Section):
         for key, (value, _) in values.items():
             section, _, leaf = key.rpartition(".")
             (tree.setdefault(section, {}) if section else tree)[leaf] = value
-        config = cls.model_validate(tree, context={"origins": {key: origin for key, (_, origin) in values.items()}})
+        origins = {key: origin for key, (_, origin) in values.items()}
+        config = cls.model_validate(tree, context={"origins": origins, "recorded": recorded})
         config._command = tuple(command)
         return config
 

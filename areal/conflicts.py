@@ -9,17 +9,17 @@ from areal.config import SETTINGS, Config, to_text
 from areal.masking import secrets
 
 SETTING_OF = {
-    "--model-path": "model.path",
+    "--model-path": "model.path",  # --model is the same
     "--dtype": "model.dtype",
     "--context-length": "model.context_length",
     "--port": "servers.port",
     "--max-running-requests": "servers.max_running",
     "--max-total-tokens": "servers.max_total_tokens",
-    "--tp": "placement.servers",
     "--tp-size": "placement.servers",
     "--tensor-parallel-size": "placement.servers",
 }
-"""Flags of SGLang that areal derives from a setting: in servers.args they would leave it without effect."""
+"""Flags of SGLang that areal derives from a setting: in servers.args they would leave it without effect. SGLang takes
+their beginnings, too."""
 
 
 def show_setting(config: Config, key: str) -> str:
@@ -63,7 +63,8 @@ def conflicts(config: Config) -> Iterator[str]:
         yield from without_effect(["metrics.project"], "metrics.sinks")
     yield from _secrets(config)
     for word in c.servers.args:
-        if setting := SETTING_OF.get(flag := word.partition("=")[0]):
+        flag = word.partition("=")[0]
+        if setting := next((s for f, s in SETTING_OF.items() if len(flag) > 2 and f.startswith(flag)), None):
             yield f"servers.args: {flag} is what {setting} is for; set that"
     if c.servers.urls:
         ours = ["servers.count", "servers.port", "servers.max_total_tokens", "servers.args", "servers.restarts"]

@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -108,6 +109,7 @@ class RunFolder:
     def __init__(self, path: Path, keep: int = 2):
         self.path = path
         self._keep = keep
+        self._writing = threading.Lock()  # a thread goes on when whoever waited for it is cancelled
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
@@ -159,7 +161,7 @@ class RunFolder:
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path} is not the folder of a run: it has no config.toml; look into runs/")
         earlier = takewhile(Path.is_file, (self.path / f"config-{number}.toml" for number in count()))
-        return [Config.load([str(file)]) for file in (*earlier, self.config_file)]
+        return [Config.load([str(file)], recorded=True) for file in (*earlier, self.config_file)]
 
     @property
     def config_file(self) -> Path:
@@ -226,16 +228,19 @@ class RunFolder:
             log.setLevel(level)
             handler.close()
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, whole or not at all: SUMMARY_KEYS and whatever else is given; NaN becomes null."""
+    def write_summary(self, summary: Mapping[str, Any], *, last: bool = True) -> None:
+        """Write summary.json, whole or not at all: SUMMARY_KEYS and whatever else is given; NaN becomes null. Only the
+        `last` one waits for the disk."""
         content = dict.fromkeys(SUMMARY_KEYS) | dict(summary)
         options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
         temporary = self.path / ".summary.json"
-        with temporary.open("wb") as file:
-            file.write(orjson.dumps(content, option=options))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.summary_file)
+        with self._writing:
+            with temporary.open("wb") as file:
+                file.write(orjson.dumps(content, option=options))
+                if last:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(self.summary_file)
 
     def draw_curve(self) -> Path | None:
         """Draw reward.png from metrics.jsonl and summary.json: reward by step, its running mean, success before and

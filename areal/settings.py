@@ -167,7 +167,7 @@ class Servers(Section):
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds one call may take before it is aborted and tried elsewhere."""
     restarts: int = Field(default=3, ge=0)
-    """Times a server that died is started again before the run ends."""
+    """Times a server that died is started again, up to 15 s later each time, before the run does without it."""
 
 
 class Trainer(Section):

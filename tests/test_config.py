@@ -98,6 +98,8 @@ CONFLICTS = [
         "servers.args: --max-total-tokens is what servers.max_total_tokens is for; set that",
     ),
     (["servers.args=['--context-length', '512']"], "--context-length is what model.context_length is for"),
+    (["servers.args=['--model', '/x']"], "--model is what model.path is for"),
+    (["servers.args=['--max-total-token', '512']"], "--max-total-token is what servers.max_total_tokens is for"),
     (['servers.urls=["http://a:1"]', "placement.servers=[[0]]"], "placement.servers=[[0]] (argument) has no effect"),
     (["servers.port=65535", "servers.count=2"], "passes the last port"),
     (["placement.servers=[[0]]", "servers.count=2"], "places 1 servers, servers.count=2"),

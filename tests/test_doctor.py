@@ -377,6 +377,16 @@ class Agent:
 
     run = __call__
 
+def passes_on(function):
+    @functools.wraps(function)
+    def inner(*arguments):
+        return function(*arguments)
+    return inner
+
+@passes_on
+async def decorated(episode, task):
+    return REWARD
+
 made = Agent()
 bound = functools.partial(Agent.__call__, None)
 
@@ -396,7 +406,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["agent", "made", "bound", "made.run"])
+@pytest.mark.parametrize("name", ["agent", "decorated", "made", "bound", "made.run"])
 @pytest.mark.parametrize("as_module", [False, True])
 async def test_an_agent_is_found_in_a_program(
     program: Path, monkeypatch: pytest.MonkeyPatch, name: str, as_module: bool

@@ -4,6 +4,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -174,3 +175,32 @@ def test_a_folder_of_weights_that_cannot_be_made_is_a_clear_error(tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot make the folder .*: File exists; set weights.folder to another"):
         take_folder(tmp_path / "file" / "run")
+
+
+def test_summaries_of_two_threads_are_both_whole(tmp_path, monkeypatch):
+    """A thread goes on when whoever waited for it is cancelled, and the last summary comes next."""
+    folder = make(tmp_path)
+    fsync, slow = os.fsync, threading.Event()
+
+    def slowly(descriptor):
+        slow.wait(0.2)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    threads = [threading.Thread(target=folder.write_summary, args=({"steps": number},)) for number in (1, 2)]
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert json.loads(folder.summary_file.read_text())["steps"] == 2
+
+
+def test_settings_that_conflict_by_newer_rules_can_be_read(tmp_path):
+    """`areal inspect` and `areal replay` look at runs of older code, too."""
+    folder = make(tmp_path)
+    text = folder.config_file.read_text()
+    folder.config_file.write_text(text.replace("\nargs = []", '\nargs = ["--max-total-tokens=9"]'))
+    assert folder.configs()[0].servers.args == ["--max-total-tokens=9"]

@@ -149,8 +149,8 @@ class Controller:
             servers = f"{len(config.servers.urls)} given" if config.servers.urls else f"starting {config.servers.count}"
             log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
             await self._reporter.save_summary()
-            beside = asyncio.create_task(self._beside.run(), name="watchdog beside training")
-            stack.push_async_callback(_ended, beside)
+            watch = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(watch.create_task(self._beside.run(), name="watchdog beside training").cancel)
             with self._busy_with(f"servers and ranks to start; what they say is in {self.folder.logs}"):
                 await stack.enter_async_context(self.cluster)
             background = await stack.enter_async_context(asyncio.TaskGroup())
@@ -379,8 +379,3 @@ class Controller:
             return []
         oldest = sorted(episodes, key=lambda episode: episode.awaits[1])[:8]
         return [*(f"{episode.state}{fleet.where(episode.key)}" for episode in oldest), *fleet.waits()[:8]]
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait((task,))

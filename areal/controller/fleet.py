@@ -28,7 +28,7 @@ from areal.workers.protocols import ServerClient
 from areal.workers.rollout.client import version_of
 
 CLOSE_S = 5.0
-RESTART_S, MAX_RESTART_S = 2.0, 60.0
+RESTART_S, MAX_RESTART_S = 2.0, 15.0
 """Seconds before a server is started a second time, doubled each time after that, and the most: what ended it, such as
 a device whose memory another process has, may need time. The first restart waits for nothing."""
 
@@ -275,9 +275,9 @@ class Fleet:
         while (restarts := self._restarts.get(server.index, 0) + 1) <= limit:
             self._restarts[server.index] = restarts
             self._restarted += 1
-            log.warning("server %d: restart %d of %d", server.index, restarts, limit)
-            if restarts > 1:
-                await asyncio.sleep(min(RESTART_S * 2 ** min(restarts - 2, 10), MAX_RESTART_S))
+            wait = min(RESTART_S * 2 ** min(restarts - 2, 10), MAX_RESTART_S) if restarts > 1 else 0.0
+            log.warning("server %d: restart %d of %d, in %g s", server.index, restarts, limit, wait)
+            await asyncio.sleep(wait)
             try:
                 client = await self._restart(server.index)
             except (ConfigError, ProcessError, ServerError) as error:

@@ -102,8 +102,7 @@ class Reporter:
         )
         self._warn_of_length_bias()
         self._view.step(report)
-        with suppress(OSError):  # a full disk: the metrics warn of it, and the last summary raises
-            await self.save_summary()
+        await self.save_summary()
 
     def _warn_of_length_bias(self) -> None:
         """Dropping long episodes teaches the model to be short, and the other way round."""
@@ -124,11 +123,12 @@ class Reporter:
 
     async def save_summary(self) -> None:
         """summary.json as of now: a run that is killed leaves one, too."""
-        await asyncio.to_thread(self._folder.write_summary, self._summary())
+        with suppress(OSError):  # a full disk: the metrics warn of it, and `end` raises
+            await asyncio.to_thread(self._folder.write_summary, self._summary(), last=False)
 
     async def end(self) -> None:
         """The last summary, and the reward curve: of every run, however it ended."""
-        await self.save_summary()
+        await asyncio.to_thread(self._folder.write_summary, self._summary())
         curve = None if self._loop_watch is None else await asyncio.to_thread(self._folder.draw_curve)
         log.info("summary: %s%s", self._folder.summary_file, f"; reward curve: {curve}" if curve else "")
 

@@ -144,13 +144,15 @@ async def _call(agent: Agent, episode: Episode, task: Task) -> float:
 async def _end(running: asyncio.Task[float], episode: Episode) -> None:
     """Cancel an agent and give it END_S, or less when the caller is cancelled, too."""
     running.cancel()
+    why = "was still ending"
     try:
         await asyncio.wait((running,), timeout=END_S)
+        why = "ignores its cancellation: let CancelledError pass"
     finally:
         episode.end()
         if not running.done():
             episode.abandon()
-            log.error("%s has not ended when cancelled and is left behind; let CancelledError pass", episode.state)
+            log.error("%s; it is left behind, since it %s", episode.state, why)
             _left_behind.add(running)
         running.add_done_callback(_ended)
 

@@ -45,7 +45,8 @@ def load_agent(where: str) -> Agent:
         own = [key for key, value in vars(module).items() if inspect.iscoroutinefunction(value)]
         has = f"its async functions are: {', '.join(own)}" if own else "it has no async function"
         raise ConfigError(f"--agent {where!r}: {source} has no {name}; {has}") from None
-    if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__)):
+    written = inspect.unwrap(agent)  # a decorator that only passes on may be a plain function
+    if not (inspect.iscoroutinefunction(written) or inspect.iscoroutinefunction(type(agent).__call__)):
         raise ConfigError(
             f"--agent {where!r}: {name} is {_kind(agent)}, not an async function; write "
             f"`async def {name.rpartition('.')[2]}(episode, task)`"

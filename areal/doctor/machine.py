@@ -114,8 +114,8 @@ def disk(config: Config, model: Architecture) -> Iterator[Result]:
         short = True
         yield (
             "warning",
-            f"{run} has {max(0.0, room) / GB:.1f} GB left for the ledger, which may take {ledger / GB:.1f} GB between "
-            "two checkpoints",
+            f"{run} has {max(0.0, room) / GB:.1f} GB left for the ledger, which may take {ledger / GB:.1f} GB before "
+            "a checkpoint",
             "free some, or lower checkpoint.every",
         )
     if not short:

@@ -73,7 +73,8 @@ def measure(groups: int) -> dict[str, Any]:
         for fact in rows:
             ledger.append(fact)
         asyncio.run(ledger.close())
-        Weights().write(folder.checkpoint(groups // BATCH))
+        steps = groups // BATCH
+        Weights(logprobs=(-1.0,) * steps).write(folder.checkpoint(steps))
         world = World(0, Speed(start_s=0.0), 10**6, 10.0, 1e6, (), groups_of)
 
         reached = []

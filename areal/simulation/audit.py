@@ -34,9 +34,9 @@ class Violation(AssertionError):
     """An invariant does not hold; the message begins with its name."""
 
 
-def prompt_of(group: int, member: int, length: int) -> list[int]:
-    """A first prompt that says whose it is."""
-    return [1 + group % CODE, 1 + group // CODE, 1 + member, *(5 + i % 7 for i in range(length))]
+def prompt_of(group: int, member: int, length: int) -> Ints:
+    """A first prompt [3 + length] that says whose it is."""
+    return np.array([1 + group % CODE, 1 + group // CODE, 1 + member, *(5 + i % 7 for i in range(length))], np.int32)
 
 
 def groups_of(batch: FlatBatch) -> tuple[int, ...]:

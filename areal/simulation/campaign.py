@@ -192,7 +192,7 @@ class Simulation:
                 raise
             if asyncio.get_running_loop().time() == before:  # no server answers that fast
                 self.outcome.happened["call recalled"] += 1
-            ids = [*completion.input_ids.tolist(), *completion.output_ids.tolist(), 20 + turn]
+            ids = np.concatenate((completion.input_ids, completion.output_ids, np.array([20 + turn], np.int32)))
             if chance.random() < case.agent_fails and not self._calm:
                 self.outcome.happened["agent failed"] += 1
                 raise ValueError("an agent's own fault")
@@ -218,7 +218,7 @@ class Simulation:
 
     def _watch_abort(self, episode: Episode) -> None:
         """I8: the requests of a cancelled episode are aborted at once."""
-        prompt = np.array(prompt_of(episode.group, episode.member, 0), np.int32)
+        prompt = prompt_of(episode.group, episode.member, 0)
         for client in self._world.clients.values():
             for job in client.server.jobs:
                 if np.array_equal(job.ids[:3], prompt) and not job.rid.endswith("-again"):

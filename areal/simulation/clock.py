@@ -9,9 +9,10 @@ has no timer left waits for ever, which is an error here (I7).
 from __future__ import annotations
 
 import asyncio
-import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from heapq import heappop, heappush
 from itertools import count
 from typing import Any, TypeVar
 
@@ -24,32 +25,6 @@ class Deadlock(Exception):
 
 class OutOfTime(Exception):
     """The virtual clock passed its limit."""
-
-
-class _Selector(selectors.BaseSelector):
-    """Waits for nothing but the clock."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.now = 0.0
-        self._limit_s = limit_s
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise Deadlock(f"at {self.now:.3f} s every task waits and no timer is set")
-        if timeout > 0:
-            self.now += timeout
-            if self.now > self._limit_s:
-                raise OutOfTime(f"the run has not ended after {self._limit_s:g} virtual seconds")
-        return []
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        raise NotImplementedError("the simulation has no sockets")
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        raise NotImplementedError("the simulation has no sockets")
-
-    def get_map(self) -> dict[Any, Any]:
-        return {}
 
 
 class _Task(asyncio.Task[Any]):
@@ -67,17 +42,60 @@ class _Task(asyncio.Task[Any]):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """See the module. limit_s: virtual seconds after which OutOfTime ends the loop."""
+    """See the module. limit_s: virtual seconds after which OutOfTime ends the loop.
+
+    Timers of the same time fire in the order in which they were set; asyncio's own heap leaves that open.
+    """
+
+    _ready: deque[asyncio.Handle]
+    _stopping: bool
 
     def __init__(self, limit_s: float = 1e9) -> None:
         super().__init__()
-        self._selector = _Selector(limit_s)
-        self._clock_resolution = 1e-9
+        self._now = 0.0
+        self._limit_s = limit_s
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._numbers = count()
         numbers = count()
         self.set_task_factory(lambda loop, coroutine, **options: _Task(coroutine, next(numbers), loop=loop, **options))
 
     def time(self) -> float:
-        return self._selector.now
+        return self._now
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)  # asyncio's own checks of the caller take as long
+        self._ready.append(handle)
+        return handle
+
+    def _run_once(self) -> None:
+        """One turn: what is ready by now; when nothing is, the clock goes to the next timer."""
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
+        if not ready and not self._stopping:
+            if not timers:
+                raise Deadlock(f"at {self._now:.3f} s every task waits and no timer is set")
+            self._now = max(self._now, timers[0][0])
+            if self._now > self._limit_s:
+                raise OutOfTime(f"the run has not ended after {self._limit_s:g} virtual seconds")
+        while timers and timers[0][0] <= self._now:
+            ready.append(heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It stays until its time has come."""
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Done at once, in line."""
@@ -92,12 +110,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> Any:
         return self.call_soon(callback, *args, context=context)
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        pass
-
-    def _write_to_self(self) -> None:
-        pass
 
 
 def run(main: Coroutine[Any, Any, T], limit_s: float = 1e9) -> T:

@@ -38,8 +38,8 @@ def follow(last: int, count: int) -> Ints:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on a server. mark: where the decoding clock must come to for its end; done: spans of (weights, number
-    of tokens) sampled so far, without those since `start`."""
+    """A request on a server. mark: where the decoding clock must come to for its end; spans: pairs of (weights, number
+    of tokens) sampled so far, without those since `start`, `sampled` in all."""
 
     rid: str
     ids: Ints
@@ -51,10 +51,7 @@ class Job:
     prefill: float = 0.0
     mark: float = 0.0
     offset: float = 0.0
-
-    @property
-    def sampled(self) -> int:
-        return sum(count for _, _, count in self.spans)
+    sampled: int = 0
 
 
 @dataclass(slots=True)
@@ -289,6 +286,7 @@ class SimulatedServer:
     def _keep(self, job: Job) -> None:
         if count := self._tokens(job):
             job.spans.append((self.weights, self.label, count))
+            job.sampled += count
 
     def _finish(self, job: Job, finish: Finish) -> None:
         if self._running.get(job.rid) is job:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import orjson
 
 from areal.types import Floats
+
+
+@lru_cache
+def _logprob(digest: str) -> float:
+    number = int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=3).digest(), "big")
+    return float(np.float32(-0.1 - number / 2**24))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +31,7 @@ class Weights:
     @property
     def logprob(self) -> float:
         """Of every token that these weights sample: between -1.1 and -0.1, exact in float32."""
-        number = int.from_bytes(hashlib.blake2b(self.digest.encode(), digest_size=3).digest(), "big")
-        return float(np.float32(-0.1 - number / 2**24))
+        return _logprob(self.digest)
 
     def step(self, groups: tuple[int, ...], batch: bytes) -> Weights:
         """After a training step on `batch`, which holds (tokens of) `groups`."""

@@ -31,6 +31,22 @@ def test_time_jumps_and_order_is_that_of_the_timers() -> None:
     assert order == ["a", "b", "c"]
 
 
+def test_timers_of_the_same_time_fire_in_the_order_they_were_set_in() -> None:
+    order: list[int] = []
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        timers = [loop.call_at(3.0, order.append, i) for i in range(100)]
+        loop.call_at(2.0, order.append, -1)
+        for timer in timers[::3]:
+            timer.cancel()
+        await asyncio.sleep(3.0)
+        return loop.time()
+
+    assert run(main()) == 3.0
+    assert order == [-1, *(i for i in range(100) if i % 3)]
+
+
 def test_work_for_a_thread_is_done_in_line() -> None:
     async def main() -> tuple[int, int]:
         import threading

@@ -38,8 +38,8 @@ def follow(last: int, count: int) -> Ints:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on a server. mark: where the decoding clock must come to for its end; spans: pairs of (weights, number
-    of tokens) sampled so far, without those since `start`, `sampled` in all."""
+    """A request on a server. mark: where the decoding clock must come to for its end; spans: (weights, label,
+    number of tokens) sampled so far, without those since `start`; sampled: their tokens."""
 
     rid: str
     ids: Ints

@@ -29,8 +29,8 @@ async def sft(config: Config, batches: Iterable[Sequence[Example]], folder: Path
     """Train `model.path` by weighted cross-entropy, one step a batch, and write the model to `folder`.
 
     Uses the settings of model, optimizer, trainer, placement, train.steps (for the learning-rate schedule) and
-    train.microbatch_tokens. Returns the loss of each step, in nats per unit of loss weight. Raises ConfigError and
-    TrainerError.
+    train.microbatch_tokens. Returns the loss of each step, in nats per unit of loss weight. Raises ConfigError,
+    TrainerError and ProcessError.
     """
     model = await asyncio.to_thread(model_folder, config.model.path)
     losses: list[float] = []

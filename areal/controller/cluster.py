@@ -107,7 +107,7 @@ class Cluster:
         return await self._stack.__aexit__(kind, error, trace)
 
     async def restart_trainer(self, version: int, checkpoint: Path | None) -> None:
-        """New ranks, at `version`. The servers generate on. Raises TrainerError."""
+        """New ranks, at `version`. The servers generate on. Raises TrainerError, ProcessError."""
         self.held = None
         self.trainer = await self.workers.restart_trainer(version, checkpoint)
         self.weights.follow(self.trainer)

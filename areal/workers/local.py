@@ -24,6 +24,7 @@ from areal.workers.protocols import ServerClient, TrainerClient
 from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label, open_session
 from areal.workers.rollout.launcher import check_model, context_of, launch_server, wait_ready
 from areal.workers.rollout.server import SERVER_KEY
+from areal.workers.store import remove_stores
 from areal.workers.trainer.architecture import Architecture
 from areal.workers.trainer.launcher import start_trainer
 
@@ -93,6 +94,8 @@ class LocalWorkers:
         self._folder, self._attempt, self._version = folder, attempt, version
         self._weights = checkpoint or self._model
         self._origin = f"{folder.name}.{attempt}"
+        self._stack.callback(remove_stores, folder / "logs")  # once all that use one have ended
+        remove_stores(folder / "logs")
         architecture = await asyncio.to_thread(Architecture.read, self._model)
         self.vocab_size = architecture.vocab
         self._context = context_of(self._config, architecture, bool(self._placement.ranks))

@@ -51,29 +51,15 @@ class Child:
 
         Secrets of that environment are left out (`is_secret`), and files that the command makes are this user's
         alone, sockets too. Standard output and error are appended to the file `log`, whose folder is made if needed. A
-        command that does not exist ends with code 127 and the reason in its log.
+        command that does not exist ends with code 127 and the reason in its log. Raises ProcessError when the machine
+        refuses the log or the process.
         """
         log = Path(log)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        read_end, write_end = os.pipe()
         try:
-            with open(log, "ab") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(GUARD), str(read_end), str(os.getpid()), *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**without_secrets(os.environ), **(env or {})},
-                    umask=0o077,
-                    pass_fds=(read_end,),
-                    start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
-                )
-        except BaseException:
-            os.close(write_end)
-            raise
-        finally:
-            os.close(read_end)
-        return cls(name, log, write_end, process)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            return cls(name, log, *_spawn(command, log, env or {}))
+        except OSError as error:  # to whoever starts it again this is a start that failed, as one is that ends at once
+            raise ProcessError(f"{name} did not start: {error}") from None
 
     @property
     def returncode(self) -> int | None:
@@ -123,6 +109,29 @@ class Child:
     def _tell(self, byte: bytes) -> None:
         with suppress(BrokenPipeError, ValueError):  # it has ended, or was killed already
             self._lifeline.write(byte)
+
+
+def _spawn(command: Sequence[str], log: Path, env: Mapping[str, str]) -> tuple[int, subprocess.Popen[bytes]]:
+    """The lifeline's end, and the guard that runs `command` and watches the other end."""
+    read_end, write_end = os.pipe()
+    try:
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(GUARD), str(read_end), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**without_secrets(os.environ), **env},
+                umask=0o077,
+                pass_fds=(read_end,),
+                start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
+            )
+    except BaseException:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+    return write_end, process
 
 
 def _reap(process: subprocess.Popen[bytes], exit: Future[int]) -> None:

@@ -7,8 +7,10 @@ import ipaddress
 import os
 import socket
 import stat
+import struct
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import aiohttp
@@ -17,6 +19,8 @@ import pytest
 
 from areal import Config, Controller, Episode, Task
 from areal.errors import TrainerError
+from areal.workers.process import free_port
+from areal.workers.store import open_store
 from tests.integration.conftest import KEY, Server
 
 SECRETS = {
@@ -54,6 +58,27 @@ async def answers_http(port: int) -> bool:
             return head.startswith(b"HTTP/1.1 ")
     except (OSError, TimeoutError):
         return False
+
+
+async def answers_as_store(port: int) -> bool:
+    """Whether a store of torch.distributed serves anybody there. Its own client would wait for ever on another port."""
+    validate, magic, ping, nonce = 0, 0x3C85F7CE, 13, 77  # as in TCPStore's protocol of torch 2.13
+    try:
+        async with asyncio.timeout(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(struct.pack("<BIBI", validate, magic, ping, nonce))
+            answer = await reader.read(4)
+            writer.close()
+            return answer == struct.pack("<I", nonce)
+    except (OSError, TimeoutError):
+        return False
+
+
+async def test_a_store_is_known_by_its_answer() -> None:
+    port = free_port()
+    store = open_store("127.0.0.1", port, 1, is_master=True, timeout=timedelta(seconds=5))
+    assert await answers_as_store(port)
+    del store
 
 
 @pytest.mark.timeout(400)
@@ -115,6 +140,13 @@ async def test_a_run_keeps_its_ports_and_its_secrets_to_itself(
                     async with stranger.get(f"http://127.0.0.1:{port}{path}") as response:
                         assert response.status == 401
 
+        # Stores: only the one of a weight group is at a port, those of processes that start together are files.
+        others = [port for port in ports if port not in speaking]
+        assert sum(await asyncio.gather(*map(answers_as_store, others))) == (transport == "group"), seen
+        files = list((folder / "logs").glob("*.store"))
+        assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]  # of the server, and of both ranks
+        assert all(file.stat().st_size for file in files)
+
         # Paths: real ranks write where the run does, and nowhere else.
         (folder / "checkpoints" / "link").symlink_to(tmp_path)
         for target in (
@@ -127,6 +159,8 @@ async def test_a_run_keeps_its_ports_and_its_secrets_to_itself(
                 await trainer.export(str(target))
         assert not (tmp_path / "out").exists()
         (folder / "checkpoints" / "link").unlink()
+
+    assert list(folder.rglob("*.store")) == []
 
     # Only this user may enter the folders and connect to the sockets.
     assert any(stat.S_ISSOCK(mode) for mode in private.values())

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import uvloop
@@ -101,6 +102,22 @@ async def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     child = Child.start("worker", ["/no/such/program"], log=tmp_path / "log")
     assert await child.wait() == 127
     assert "cannot start /no/such/program: No such file or directory" in child.tail()
+
+
+@pytest.mark.parametrize("fault", ["log", "process"])
+async def test_a_start_that_the_machine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """It is one failure among those of a start, and leaves no descriptor behind."""
+    log = tmp_path / "child.log"
+    if fault == "log":
+        log.mkdir()
+    else:
+        monkeypatch.setattr(
+            subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
+        )
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ProcessError, match=r"^server 3 did not start: .*(Is a directory|temporarily unavailable)"):
+        Child.start("server 3", ["true"], log=log)
+    assert os.listdir("/proc/self/fd") == before
 
 
 async def test_stop_lets_a_command_end_by_itself(tmp_path: Path) -> None:

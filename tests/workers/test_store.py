@@ -1,15 +1,18 @@
-"""areal/workers/store.py: the store listens where it is told to, and nowhere else."""
+"""areal/workers/store.py: a store is in a private file, or listens where it is told to and nowhere else."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import FileStore
 
+from areal.errors import ProcessError
 from areal.workers.process import free_port
-from areal.workers.store import is_loopback, open_store
+from areal.workers.store import STORE, is_loopback, new_store, open_store, remove_stores
 
 TIMEOUT = timedelta(seconds=5)
 
@@ -41,6 +44,34 @@ def test_a_taken_port_is_an_error() -> None:
     with pytest.raises(OSError, match="in use"):
         open_store("127.0.0.1", port, 1, is_master=True, timeout=TIMEOUT)
     del master
+
+
+def test_a_store_in_a_file_is_of_those_that_start_together(tmp_path: Path) -> None:
+    """Two starts that share a folder have two files, which nobody else can open; each is found again by its path."""
+    first, second = (Path(new_store(tmp_path / "logs")[STORE]) for _ in range(2))
+    assert first != second
+    assert first.is_absolute()
+    assert first.stat().st_mode & 0o777 == second.stat().st_mode & 0o777 == 0o600
+    a, b = (FileStore(str(first), 2) for _ in range(2))
+    a.set("a", "1")
+    assert b.get("a") == b"1"
+    assert not FileStore(str(second), 1).check(["a"])
+    log = tmp_path / "logs" / "trainer-0.log"
+    log.touch()
+    remove_stores(tmp_path / "logs")
+    assert list((tmp_path / "logs").iterdir()) == [log]
+    del a, b  # they need no file to end
+
+
+def test_a_disk_that_refuses_is_a_failed_start(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(ProcessError, match=r"logs for processes to find each other: File exists"):
+        new_store(tmp_path / "logs")
+
+
+def test_a_relative_folder_is_found_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Path(new_store("logs")[STORE]).parent == tmp_path / "logs"
 
 
 def test_addresses() -> None:

@@ -16,6 +16,7 @@ from areal.workers.placement import on_loopback, visible
 from areal.workers.process import Child, check_port
 from areal.workers.protocols import ServerClient
 from areal.workers.rollout.server import SERVER_KEY
+from areal.workers.store import new_store
 from areal.workers.trainer.architecture import Architecture
 
 HOST = "127.0.0.1"
@@ -38,8 +39,8 @@ async def launch_server(
     """Start server `index` with the weights in `model_path` under the name `label`; `wait_ready` comes next.
 
     It listens on `port` of the loopback address, asks for `key`, and logs to `server-<index>.log`. `devices`: its
-    GPUs (more than one: tensor parallel), none for a CPU. Raises ConfigError when the model or the port will not do;
-    nothing has started.
+    GPUs (more than one: tensor parallel), none for a CPU. Raises ConfigError when the model or the port will not do,
+    and ProcessError when the machine refuses the process; nothing has started then.
     """
     check_model(model_path, config.model.context_length)
     check_port(port, HOST)
@@ -47,7 +48,7 @@ async def launch_server(
         f"server {index}",
         command(config, model_path=model_path, label=label, port=port, devices=devices),
         log=Path(log_folder) / f"server-{index}.log",
-        env={**environment(devices), SERVER_KEY: key},
+        env={**environment(devices), **new_store(log_folder), SERVER_KEY: key},
     )
 
 

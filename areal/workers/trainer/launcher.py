@@ -15,7 +15,8 @@ from typing import Any
 from areal.config import Config
 from areal.errors import ConfigError, TrainerError
 from areal.workers.placement import on_loopback, visible
-from areal.workers.process import Child, free_port
+from areal.workers.process import Child
+from areal.workers.store import new_store
 from areal.workers.trainer.architecture import Architecture, Saved
 from areal.workers.trainer.client import HttpTrainer
 from areal.workers.trainer.rank import HOST, to_json
@@ -43,7 +44,7 @@ async def start_trainer(
     which they may write. Each rank's output goes to `log_folder`/trainer-<rank>.log. Raises ConfigError for a model
     that cannot be trained and TrainerError for a checkpoint that is none, or of another version or dtype, before
     anything starts; TrainerError, with the last lines of its log, for a rank that ends or is not ready in
-    `trainer.start_timeout_s`.
+    `trainer.start_timeout_s`; ProcessError when the machine refuses a process.
     """
     ranks = config.trainer.ranks
     if devices and len(devices) != ranks:
@@ -52,6 +53,7 @@ async def start_trainer(
         await asyncio.to_thread(_check, checkpoint, Saved(version, config.model.dtype))
     await asyncio.to_thread(Architecture.read, checkpoint or model_path)
     token = secrets.token_urlsafe(32)
+    store = new_store(log_folder)
     addresses: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future() for _ in range(ranks)]
     registry = await asyncio.start_server(_registrar(token, addresses), HOST, 0)
     settings = RankSettings(
@@ -73,13 +75,12 @@ async def start_trainer(
     )
     common = {
         TOKEN: token,
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": "0",  # each sees its own device only
         # One thread a rank is fastest beside servers on the same cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **on_loopback(),
+        **store,
     }
     children: list[Child] = []
     try:

@@ -2,8 +2,8 @@
 
 A small HTTP server on a thread takes requests from the controller; the main thread works on them one after another, and
 a third thread writes checkpoints.
-Expects torchrun's RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and the token in AREAL_TRAINER_TOKEN. Once the model is
-loaded the rank says its address to `settings.register`.
+Expects torchrun's RANK and WORLD_SIZE, the file through which ranks find each other in AREAL_STORE, and the token in
+AREAL_TRAINER_TOKEN. Once the model is loaded the rank says its address to `settings.register`.
 
     POST /train /logprobs /export /stage /write /specs /join_group /broadcast /leave_group    GET /health
 
@@ -199,7 +199,7 @@ def main(settings: wire.RankSettings) -> None:
     import torch
     import torch.distributed as dist
 
-    from areal.workers.store import open_store
+    from areal.workers.store import STORE
     from areal.workers.trainer.engine import Engine
     from areal.workers.trainer.sender import Sender
 
@@ -207,9 +207,8 @@ def main(settings: wire.RankSettings) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=settings.timeout_s)
-    store = open_store(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=number == 0, timeout=timeout
-    )
+    store = dist.FileStore(os.environ[STORE], size)
+    store.set_timeout(timeout)
     dist.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=number, world_size=size, timeout=timeout)
     rank = Rank(Engine(settings), Sender(settings.group_timeout_s), token, settings.roots)
     port = rank.serve()

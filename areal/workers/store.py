@@ -32,7 +32,7 @@ def new_store(folder: Path | str) -> dict[str, str]:
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(suffix=SUFFIX, dir=os.path.abspath(folder))
+        descriptor, path = tempfile.mkstemp(SUFFIX, "torch-", dir=os.path.abspath(folder))
     except OSError as error:
         raise ProcessError(f"no file in {folder} for processes to find each other: {error.strerror}") from None
     os.close(descriptor)

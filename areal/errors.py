@@ -80,7 +80,7 @@ class PublishError(ArealError):
 
 
 class ProcessError(ArealError):
-    """A child process did not start or died. The message ends with the last lines of its log."""
+    """A child process did not start or died. Once it ran, the message ends with the last lines of its log."""
 
 
 class LedgerError(ArealError):

@@ -53,7 +53,7 @@ class Cluster:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Raises ProcessError or TrainerError, with the last lines of the log, when something does not come up."""
+        """Raises ProcessError or TrainerError when something does not come up, with the last lines of its log."""
         try:
             return await self._start()
         except BaseExceptionGroup as failures:  # of the parts that start side by side

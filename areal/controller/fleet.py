@@ -280,7 +280,7 @@ class Fleet:
             await asyncio.sleep(wait)
             try:
                 client = await self._restart(server.index)
-            except (ConfigError, ProcessError, ServerError) as error:
+            except (ConfigError, ProcessError, ServerError, OSError) as error:
                 server.reason = str(error)
                 continue
             if client is not server.client:

@@ -95,7 +95,6 @@ class LocalWorkers:
         self._weights = checkpoint or self._model
         self._origin = f"{folder.name}.{attempt}"
         self._stack.callback(remove_stores, folder / "logs")  # once all that use one have ended
-        remove_stores(folder / "logs")
         architecture = await asyncio.to_thread(Architecture.read, self._model)
         self.vocab_size = architecture.vocab
         self._context = context_of(self._config, architecture, bool(self._placement.ranks))

@@ -41,7 +41,11 @@ class Child:
         self._lifeline = FileIO(lifeline, "w")
         self._exit: Future[int] = Future()
         self._exit.set_running_or_notify_cancel()  # a cancelled `wait` must not cancel it for the others
-        threading.Thread(target=_reap, args=(process, self._exit), name=f"wait-{name}", daemon=True).start()
+        try:
+            threading.Thread(target=_reap, args=(process, self._exit), name=f"wait-{name}", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._lifeline.close()  # which ends the command
+            raise
 
     @classmethod
     def start(
@@ -52,13 +56,13 @@ class Child:
         Secrets of that environment are left out (`is_secret`), and files that the command makes are this user's
         alone, sockets too. Standard output and error are appended to the file `log`, whose folder is made if needed. A
         command that does not exist ends with code 127 and the reason in its log. Raises ProcessError when the machine
-        refuses the log or the process.
+        refuses a log, a process or a thread.
         """
         log = Path(log)
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             return cls(name, log, *_spawn(command, log, env or {}))
-        except OSError as error:  # to whoever starts it again this is a start that failed, as one is that ends at once
+        except (OSError, RuntimeError) as error:  # for a restart, one failure among others
             raise ProcessError(f"{name} did not start: {error}") from None
 
     @property

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import socket
 import tempfile
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +42,9 @@ def new_store(folder: Path | str) -> dict[str, str]:
 
 def remove_stores(folder: Path) -> None:
     """Delete those that killed processes left; nobody may use one now."""
-    for path in folder.glob(f"*{SUFFIX}"):
-        path.unlink(missing_ok=True)
+    with suppress(OSError):  # a disk that fails has failed the run already
+        for path in folder.glob(f"*{SUFFIX}"):
+            path.unlink(missing_ok=True)
 
 
 def open_store(

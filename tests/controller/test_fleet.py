@@ -429,9 +429,10 @@ async def test_no_server_left_ends_the_run_with_the_log() -> None:
                 await generate(fleet, 4)
 
 
-async def test_no_server_left_is_a_process_error() -> None:
+@pytest.mark.parametrize("failure", [ProcessError("its log:\nout of memory"), OSError(24, "out of memory for files")])
+async def test_no_server_left_is_a_process_error(failure: Exception) -> None:
     async def restart(index: int) -> ServerClient:
-        raise ProcessError("server 0 ended with code 1; the last lines of its log:\nout of memory")
+        raise failure
 
     client = SGLangClient("http://127.0.0.1:9", origin=ORIGIN, vocab_size=VOCAB)
     fleet = Fleet(Config.load(["servers.restarts=2"]), [client], origin=ORIGIN, restart=restart)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -104,18 +105,18 @@ async def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     assert "cannot start /no/such/program: No such file or directory" in child.tail()
 
 
-@pytest.mark.parametrize("fault", ["log", "process"])
+@pytest.mark.parametrize("fault", ["log", "process", "thread"])
 async def test_a_start_that_the_machine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """It is one failure among those of a start, and leaves no descriptor behind."""
     log = tmp_path / "child.log"
     if fault == "log":
         log.mkdir()
+    elif fault == "process":
+        monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "Resource unavailable")))
     else:
-        monkeypatch.setattr(
-            subprocess, "Popen", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable"))
-        )
+        monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(ProcessError, match=r"^server 3 did not start: .*(Is a directory|temporarily unavailable)"):
+    with pytest.raises(ProcessError, match=r"^server 3 did not start: .*(Is a directory|unavailable|new thread)"):
         Child.start("server 3", ["true"], log=log)
     assert os.listdir("/proc/self/fd") == before
 

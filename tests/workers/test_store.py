@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
-from torch.distributed import FileStore
+from torch.distributed import FileStore, Store
 
 from areal.errors import ProcessError
-from areal.workers.process import free_port
+from areal.workers.process import free_port, free_ports
+from areal.workers.rollout.server import close_store
 from areal.workers.store import STORE, is_loopback, new_store, open_store, remove_stores
 
 TIMEOUT = timedelta(seconds=5)
@@ -72,6 +76,35 @@ def test_a_disk_that_refuses_is_a_failed_start(tmp_path: Path) -> None:
 def test_a_relative_folder_is_found_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Path(new_store("logs")[STORE]).parent == tmp_path / "logs"
+
+
+def test_the_first_store_of_a_server_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worlds of one server, at ports of their own, share the file and not what is in it; a weight group has a port."""
+    module = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(module, "_create_c10d_store", None)
+    close_store()
+
+    def meet(port: int) -> Store:
+        return next(module.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1))[0]
+
+    file = new_store(tmp_path)
+    monkeypatch.setenv(STORE, file[STORE])
+    port, other = free_ports(2)
+    own = meet(port)
+    assert listening(port) == []
+    assert STORE not in os.environ
+    group = meet(port)
+    assert listening(port) == ["127.0.0.1"]
+    monkeypatch.setenv(STORE, file[STORE])
+    second = meet(other)
+    own.set("a", "1")
+    assert [store.check(["a"]) for store in (own, group, second)] == [True, False, False]
+
+    opened = Mock()
+    monkeypatch.setattr("areal.workers.store.open_store", opened)
+    monkeypatch.setenv(STORE, file[STORE])
+    close_store()
+    assert next(module.rendezvous("tcp://10.0.0.7:5000", 0, 2))[0] is opened.return_value  # ranks elsewhere will come
 
 
 def test_addresses() -> None:

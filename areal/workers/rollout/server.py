@@ -6,8 +6,8 @@ It does what `python -m sglang.launch_server --api-key ...` does, except that
 
 - the key comes from the environment: a command line is shown by `ps` to every user, and SGLang logs its arguments;
 - every path asks for it, where SGLang leaves /health, /health_generate and /metrics open;
-- torch.distributed's store is the file in AREAL_STORE. Without that, as for a weight group, it listens on the loopback
-  address, where it was given that, not on all of them.
+- a store of torch.distributed that was given a loopback address is there only, not on all of them; and the first one
+  of a process, its own, is no port but in the file that AREAL_STORE names.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def close_http(args: Any) -> None:
 
 
 def close_store() -> None:
-    """Keep the store of this process to its file, and that of a weight group to the address that it is given."""
+    """Keep the stores of this process to a file, or to the address that they are given."""
     import torch.distributed as dist
 
-    from areal.workers.store import STORE, open_store
+    from areal.workers.store import STORE, is_loopback, open_store
 
     def create(
         hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
     ) -> dist.Store:
-        if (file := os.environ.get(STORE)) and not dist.is_initialized():  # the first one is its own
-            return dist.FileStore(file, world_size)
+        if (file := os.environ.pop(STORE, "")) and is_loopback(hostname):  # else ranks on other machines may come
+            return dist.PrefixStore(str(port), dist.FileStore(file, world_size))
         return open_store(hostname, port, world_size, is_master=rank == 0, timeout=timeout, use_libuv=use_libuv)
 
     # The name is also that of a function in torch.distributed, which hides the module.

@@ -5,7 +5,7 @@
       command.json      the program, for `areal resume`
       metrics.jsonl     one line a step
       servers.toml      which servers it is to have; may change while it goes on
-      logs/             the output of each child process
+      logs/             the output of each child process; while they run, files through which they find each other
       ledger/           what happened to every group
       checkpoints/      step-40, step-50: Hugging Face format
       summary.json      where it stands, and in the end how it ended

@@ -28,8 +28,8 @@ class WireError(ValueError):
 @dataclass(frozen=True, slots=True)
 class RankSettings:
     """What a rank is started with, besides torchrun's RANK and WORLD_SIZE, the file of their store, and the token.
-    `register` is the host:port where it says its address once it is ready. With a `checkpoint` (a folder,
-    else ""), weights and optimizer state are its, and `model_path` is not read. It writes inside of `roots` only."""
+    `register` is the host:port where it says its address once it is ready. With a `checkpoint` (a folder, else ""),
+    weights and optimizer state are its, and `model_path` is not read. It writes inside of `roots` only."""
 
     model_path: str
     checkpoint: str

@@ -72,7 +72,7 @@ class TrainerError(ArealError):
 
 
 class VersionConflict(TrainerError):
-    """A training request named a version, attempt or batch that the rank is not at (I4)."""
+    """A training request named a version, life or batch that the rank is not at (I4)."""
 
 
 class PublishError(ArealError):

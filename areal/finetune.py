@@ -39,7 +39,7 @@ async def sft(config: Config, batches: Iterable[Sequence[Example]], folder: Path
             config,
             model_path=str(model),
             log_folder=logs,
-            attempt=0,
+            life=0,
             devices=place(config).ranks,
             roots=[Path(folder).parent],
         )
@@ -48,7 +48,7 @@ async def sft(config: Config, batches: Iterable[Sequence[Example]], folder: Path
                 request = await asyncio.to_thread(
                     sft_request,
                     examples,
-                    attempt=0,
+                    life=0,
                     from_version=step,
                     batch_id=step,
                     learning_rate=learning_rate(step, config),

@@ -210,7 +210,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def _run_page(name: str, config: Config, state: State) -> Page:
     saved = f"version {state.checkpoint.version} ({state.checkpoint.path})" if state.checkpoint else "none"
     head = [
-        ("run", f"{name}, attempt {max(0, state.attempt)}"),
+        ("run", f"{name}, life {max(0, state.life)}"),
         ("version", f"{state.version} of {config.train.steps}; servers at {state.serving}"),
         ("checkpoint", saved),
         *((f"success {label}", f"{share:.2f}") for label, share in state.success.items()),

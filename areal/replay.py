@@ -63,14 +63,14 @@ class Difference:
 def replay(facts: Iterable[Fact], *settings: SchedulerSettings) -> Difference | None:
     """The first difference, None if there is none. A run that was killed may end in the middle of a decision.
 
-    settings: those of attempt 0, 1, ...; the last ones hold for all attempts that follow. Raises LedgerError for a kind
+    settings: those of life 0, 1, ...; the last ones hold for all lives that follow. Raises LedgerError for a kind
     of fact that has no call here.
     """
     return _compare(facts, settings)[1]
 
 
 def replay_run(folder: RunFolder) -> tuple[int, Difference | None]:
-    """`replay` of a run folder with the settings that each attempt had, and the number of facts that were compared.
+    """`replay` of a run folder with the settings that each life had, and the number of facts that were compared.
 
     The run may go on meanwhile. Raises ConfigError or LedgerError for what cannot be read.
     """
@@ -105,7 +105,7 @@ class _Replay:
         self.data_ended = False
 
     def step(self, seq: int, fact: Fact) -> Difference | None:
-        if self.decided and isinstance(fact, Started):  # the attempt before was killed in the middle of a decision
+        if self.decided and isinstance(fact, Started):  # the life before was killed in the middle of a decision
             self.decided.clear()
             self.scheduler.state = copy.deepcopy(self.told.state)
         reason: object = None
@@ -126,7 +126,7 @@ class _Replay:
     def describe(self, fact: Fact) -> Iterable[str]:
         state = self.told.state
         yield (
-            f"attempt {state.attempt}, version {state.version}, servers at {state.serving}; groups: {state.trained} "
+            f"life {state.life}, version {state.version}, servers at {state.serving}; groups: {state.trained} "
             f"trained, {sum(state.dropped.values())} dropped, {len(state.open)} open"
         )
         yield from self.told.describe()
@@ -141,8 +141,8 @@ class _Replay:
 
     def start(self, fact: Started) -> None:
         self.data_ended = False
-        attempt = min(self.scheduler.state.attempt + 1, len(self.settings) - 1)
-        self.scheduler.settings = self.told.settings = self.settings[attempt]
+        life = min(self.scheduler.state.life + 1, len(self.settings) - 1)
+        self.scheduler.settings = self.told.settings = self.settings[life]
         self.scheduler.start()
 
     def admit(self, fact: Admitted) -> str | None:

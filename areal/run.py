@@ -55,7 +55,7 @@ SUMMARY_KEYS = (
 )
 """Keys that summary.json always has, null where the run does not know. `groups` has `admitted`, `trained`, `dropped`
 (reason -> count) and `open`; success and greedy are shares of evaluation tasks, sampled and greedy. `wall_s` and the
-last four are of the last attempt, after a resume; `tokens_trained` counts prompts, and repeated steps again."""
+last four are of the last life, after a resume; `tokens_trained` counts prompts, and repeated steps again."""
 
 LOCK = ".areal-lock"
 """Held by the process that a folder of weights belongs to."""
@@ -157,7 +157,7 @@ class RunFolder:
         return cls(path, config.checkpoint.keep)
 
     def configs(self) -> list[Config]:
-        """The settings of each attempt, first to last. ConfigError when this is no run folder."""
+        """The settings of each life, first to last. ConfigError when this is no run folder."""
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path} is not the folder of a run: it has no config.toml; look into runs/")
         earlier = takewhile(Path.is_file, (self.path / f"config-{number}.toml" for number in count()))

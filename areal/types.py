@@ -148,7 +148,7 @@ class TrainRequest:
     "sft" is weighted cross-entropy. A step always takes the rank from `from_version` to `from_version + 1`.
     """
 
-    attempt: int
+    life: int
     from_version: int
     batch_id: int
     kind: Literal["ppo", "sft"]

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from areal.agents.episode import Episode
 from areal.agents.template import Template
 from areal.agents.tools import tool
-from areal.controller.rollout import attempt
+from areal.controller.rollout import run_episode
 from areal.types import Completion, Ints, Sampling, Task
 from benchmarks.table import arguments, report
 
@@ -75,7 +75,7 @@ async def measure() -> dict[str, Any]:
             tool_timeout_s=3600,
             group=number,
         )
-        await attempt(agent, episode, {"id": str(number)}, 7200)
+        await run_episode(agent, episode, {"id": str(number)}, 7200)
 
     async with asyncio.TaskGroup() as group:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -68,14 +68,14 @@ async def measure(ranks: int, model: Path, folder: Path) -> list[dict[str, Any]]
     }
     seconds = dict.fromkeys(plans, 0.0)
     config = Config.load([], {"trainer.ranks": ranks, "train.microbatch_tokens": BUDGET})
-    trainer = await start_trainer(config, model_path=str(model), log_folder=folder, attempt=0)
+    trainer = await start_trainer(config, model_path=str(model), log_folder=folder, life=0)
     version = 0
     try:
         # The first batch warms up. The plans take turns, so that other load on the machine meets both.
         for turn, index in enumerate([0, *range(BATCHES)]):
             for name, steps in plans.items():
                 request = TrainRequest(
-                    attempt=0,
+                    life=0,
                     from_version=version,
                     batch_id=version,
                     kind="ppo",

@@ -60,7 +60,7 @@ async def measure(transport: str, model: Path, folder: Path) -> dict[str, Any]:
         client = SGLangClient(f"http://127.0.0.1:{port}", origin=ORIGIN, vocab_size=models.VOCAB_SIZE, key=KEY)
         await wait_ready(client, child, config.servers.start_timeout_s)
         trainer = await start_trainer(
-            config, model_path=str(model), log_folder=folder, attempt=0, devices=trainer_gpu, roots=[folder]
+            config, model_path=str(model), log_folder=folder, life=0, devices=trainer_gpu, roots=[folder]
         )
         stack.push_async_callback(trainer.close)
         fleet = Fleet(config, [client], origin=ORIGIN)
@@ -92,7 +92,7 @@ async def measure(transport: str, model: Path, folder: Path) -> dict[str, Any]:
             rows = [draw.integers(10, 400, LENGTH).astype(np.int32) for _ in range(SEQUENCES)]
             request = sft_request(
                 [(ids, np.ones(LENGTH, np.float32)) for ids in rows],
-                attempt=0,
+                life=0,
                 from_version=version,
                 batch_id=version,
                 learning_rate=1e-5,

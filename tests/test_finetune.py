@@ -36,7 +36,7 @@ class Ranks(SimulatedTrainer):
         self.closed = False
         super().__init__(
             Weights(),
-            attempt=0,
+            life=0,
             version=0,
             tokens_per_s=10**6,
             groups={},
@@ -87,7 +87,7 @@ async def test_one_step_a_batch_and_then_the_model(
     for step, (request, rate) in enumerate(zip(ranks.requests, [0.2, 0.4, 0.0], strict=True)):
         expected = sft_request(
             BATCHES[step],
-            attempt=0,
+            life=0,
             from_version=step,
             batch_id=step,
             learning_rate=rate,

@@ -147,7 +147,7 @@ def test_the_run(folder: RunFolder) -> None:
     assert (
         "\n".join(plain(folder))
         == """\
-run         run-0001, attempt 0
+run         run-0001, life 0
 version     2 of 10; servers at 2
 checkpoint  version 1 (step-1)
 
@@ -399,7 +399,7 @@ for command in (["replay"], ["inspect"], ["inspect", "--group", "5"], ["inspect"
 
 def test_a_finished_run_is_left_as_it_is(folder: RunFolder) -> None:
     (folder.ledger / "ledger.db-wal").touch()
-    assert plain(folder)[0] == "run         run-0001, attempt 0"
+    assert plain(folder)[0] == "run         run-0001, life 0"
     (folder.ledger / "ledger.db-wal").unlink()
     before = contents(folder.path)
     assert look(folder)[0] == "47 facts, no difference"
@@ -442,7 +442,7 @@ def test_a_killed_run_is_left_as_it_is(tmp_path: Path, folder: RunFolder) -> Non
     assert contents(killed.path.resolve()) == before
     for name in ("-shm", "-wal"):  # a copy may lack SQLite's working files; without the second one, its facts, too
         (killed.ledger / f"ledger.db{name}").unlink()
-        assert plain(killed)[0] == "run         run-0001, attempt 0"
+        assert plain(killed)[0] == "run         run-0001, life 0"
 
 
 async def test_a_run_that_is_resumed_meanwhile_is_read_again(folder: RunFolder) -> None:

@@ -25,7 +25,7 @@ async def test_one_json_object_a_line_and_nan_is_null(tmp_path):
     assert second == {"step": 2, "reward": 0.25}
 
 
-async def test_a_second_attempt_appends(tmp_path):
+async def test_a_second_life_appends(tmp_path):
     for step in (1, 2):
         async with Metrics(tmp_path) as metrics:
             metrics.log(step, {})

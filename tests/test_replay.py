@@ -318,7 +318,7 @@ def test_a_difference_says_what_where_and_why() -> None:
         "learning_rate=0.0)",
         "  decided   nothing: such a call decides nothing here",
         "just before it",
-        "  attempt 0, version 0, servers at 0; groups: 0 trained, 0 dropped, 4 open",
+        "  life 0, version 0, servers at 0; groups: 0 trained, 0 dropped, 4 open",
         "  a batch needs 2 groups: 1 complete, 3 running, another may not start",
         "  group 1 (task 'task 1') waits for member 0 (failed 1x), 1",
         "  group 2 (task 'task 2') waits for member 0, 1",
@@ -331,8 +331,8 @@ def test_a_difference_says_what_where_and_why() -> None:
     assert replay([], PLAIN) is None
 
 
-def test_settings_of_each_attempt() -> None:
-    """What an attempt with other settings decided is no difference, if these are given."""
+def test_settings_of_each_life() -> None:
+    """What a life with other settings decided is no difference, if these are given."""
     later = replace(PLAIN, retries=0)
     scheduler, facts = begun()
     scheduler.failed(0, 0, "agent", "")
@@ -345,7 +345,7 @@ def test_settings_of_each_attempt() -> None:
 
 
 def test_the_data_ends_once() -> None:
-    """A batch of fewer groups says that no other group will come, in this attempt."""
+    """A batch of fewer groups says that no other group will come, in this life."""
     scheduler, facts = begun()
     finish(scheduler, 0)
     for group in (1, 2, 3):
@@ -418,7 +418,7 @@ async def test_a_run_folder(folder: RunFolder, tmp_path: Path) -> None:
     assert replay_run(RunFolder(tmp_path / "runs" / "latest"))[1].seq == len(facts) + 1
     folder.config_file.replace(folder.path / "config-0.toml")
     folder.config_file.write_text("[train]\nbatch_groups = 3\n")
-    assert replay_run(folder)[1].seq == len(facts) + 1  # attempt 0 had the earlier settings
+    assert replay_run(folder)[1].seq == len(facts) + 1  # life 0 had the earlier settings
     with pytest.raises(ConfigError, match="is not the folder of a run: it has no config"):
         replay_run(RunFolder(tmp_path))
 

@@ -61,7 +61,7 @@ def flatten(
 
 
 def build_request(
-    batch: Batch, config: Config, *, attempt: int, learning_rate: float, ranks: int, seed: int
+    batch: Batch, config: Config, *, life: int, learning_rate: float, ranks: int, seed: int
 ) -> TrainRequest:
     """The decoupled PPO step that consumes `batch`. The same arguments give the same request, so that a recovered run
     repeats the step (I4); each batch draws its own mini-batches from `seed`.
@@ -82,7 +82,7 @@ def build_request(
             f"than staleness.max={config.staleness.max} steps older than version {batch.from_version}"
         )
     return TrainRequest(
-        attempt=attempt,
+        life=life,
         from_version=batch.from_version,
         batch_id=batch.id,
         kind="ppo",
@@ -107,7 +107,7 @@ def build_request(
 def sft_request(
     examples: Sequence[tuple[ArrayLike, ArrayLike]],
     *,
-    attempt: int,
+    life: int,
     from_version: int,
     batch_id: int,
     learning_rate: float,
@@ -144,7 +144,7 @@ def sft_request(
         advantages=np.zeros(len(pairs), dtype=np.float32),
     )
     return TrainRequest(
-        attempt=attempt,
+        life=life,
         from_version=from_version,
         batch_id=batch_id,
         kind="sft",

@@ -35,7 +35,7 @@ MAX_FAILURES = 3
 
 
 def random_rids(seed: str) -> Callable[[], str]:
-    """Request ids of 32 hexadecimal digits, so that none is a prefix of another. Give each attempt its own seed."""
+    """Request ids of 32 hexadecimal digits, so that none is a prefix of another. Give each life its own seed."""
     draw = random.Random(seed).getrandbits
     return lambda: f"{draw(128):032x}"
 
@@ -196,10 +196,10 @@ class Calls:
         for call in pending.values():  # one that has a place and is not there yet finds the gate closed
             call.end = call.end or end
         sweep: list[asyncio.Task[None]] = []
-        for attempt in range(2):
+        for posting in range(2):
             if not pending and not sweep:
                 return
-            if everything and attempt == 0:
+            if everything and posting == 0:
                 sweep = [self.tasks.create_task(self._abort(everything, ""))]
             else:
                 for call in pending.values():

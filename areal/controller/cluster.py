@@ -36,7 +36,7 @@ class Cluster:
         workers: Workers,
         run_folder: Path,
         *,
-        attempt: int,
+        life: int,
         version: int = 0,
         checkpoint: Path | None = None,
         on_serving: Callable[[int], None],
@@ -44,10 +44,10 @@ class Cluster:
         self.config = config
         self.workers = workers
         self.folder = run_folder
-        self.origin = f"{run_folder.name}.{attempt}"
+        self.origin = f"{run_folder.name}.{life}"
         self.held: int | None = version
         """The version that the ranks hold; None while a step runs."""
-        self._attempt = attempt
+        self._life = life
         self._checkpoint = checkpoint
         self._on_serving = on_serving
         self._stack = AsyncExitStack()
@@ -72,7 +72,7 @@ class Cluster:
                 stack.callback(os.close, await asyncio.to_thread(take_folder, folder))
             stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             stack.push_async_callback(workers.close)
-            self.trainer, servers = await workers.start(self.folder, self._attempt, version, self._checkpoint)
+            self.trainer, servers = await workers.start(self.folder, self._life, version, self._checkpoint)
             self.fleet = Fleet(
                 self.config,
                 servers,

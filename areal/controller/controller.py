@@ -31,7 +31,7 @@ from areal.controller.facts import Admitted, Completed, Dropped, Fact, Finished,
 from areal.controller.ledger import Ledger
 from areal.controller.membership import Membership
 from areal.controller.report import Reporter
-from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, attempt, name_of
+from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, name_of, run_episode
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.controller.train import TrainLoop
 from areal.controller.watchdog import LoopWatch, Watchdog, spare_the_loop
@@ -130,14 +130,14 @@ class Controller:
             # Of what is not training: all of it has deadlines of its own.
             self._beside = Watchdog(math.inf, self._describe_beside, lambda: not self._doing, stacks)
             self._first_group = self.scheduler.state.admitted  # that this controller admits
-            attempt = self.scheduler.start()
+            life = self.scheduler.start()
             loop_watch = None if inline else stack.enter_context(LoopWatch())
             saved = self.scheduler.state.checkpoint
             self.cluster = Cluster(
                 config,
                 self._workers,
                 self.folder.path,
-                attempt=attempt,
+                life=life,
                 version=saved.version if saved else 0,
                 checkpoint=self.folder.path / "checkpoints" / saved.path if saved else None,
                 on_serving=self.scheduler.serving,
@@ -289,7 +289,7 @@ class Controller:
         config = self.config
         result = await evaluate(
             rows,
-            lambda index, task: self._attempt(agent, index, task, greedy),
+            lambda index, task: self._evaluated(agent, index, task, greedy),
             # As many at once as training would run: more would only wait at the servers, on their deadlines.
             at_once=config.servers.max_running * len(self.cluster.fleet.servers),
             retries=config.episode.retries,
@@ -308,16 +308,16 @@ class Controller:
     async def rollout(self, agent: Agent, task: Task, *, greedy: bool = False) -> EpisodeRecord:
         """One episode on the current weights, not trained on. Raises what the agent raised."""
         self._rollouts += 1
-        outcome = await self._attempt(agent, self._rollouts, task, greedy)
+        outcome = await self._evaluated(agent, self._rollouts, task, greedy)
         if isinstance(outcome, Failure):
             raise outcome.error
         return outcome
 
-    async def _attempt(self, agent: Agent, index: int, task: Task, greedy: bool) -> EpisodeRecord | Failure:
+    async def _evaluated(self, agent: Agent, index: int, task: Task, greedy: bool) -> EpisodeRecord | Failure:
         sampling = Sampling(self.config.sampling.max_new_tokens, 0.0 if greedy else self.config.sampling.temperature)
         episode = self.cluster.episode(EVALUATION, index, str(task["id"]), sampling, name_of(agent))
         with self._busy_with(episode):
-            return await attempt(agent, episode, task, self.config.episode.timeout_s)
+            return await run_episode(agent, episode, task, self.config.episode.timeout_s)
 
     @contextmanager
     def _busy_with(self, what: Episode | str) -> Iterator[None]:

@@ -39,20 +39,20 @@ class Evaluation:
 
 async def evaluate(
     rows: Sequence[Task],
-    attempt: Callable[[int, Task], Awaitable[EpisodeRecord | Failure]],
+    run: Callable[[int, Task], Awaitable[EpisodeRecord | Failure]],
     *,
     at_once: int,
     retries: int,
     budget: int,
 ) -> Evaluation:
-    """Run attempt(index, task) on each row, `at_once` of them at a time, and `retries` times more where it fails.
+    """Call run(index, task) on each row, `at_once` of them at a time, and `retries` times more where it fails.
     Raises TooManyFailures when more than `budget` failed for good."""
     rewards: dict[str, list[float]] = {}
     failures: list[Failure] = []
 
     async def one(index: int, task: Task) -> None:
         for left in reversed(range(retries + 1)):
-            outcome = await attempt(index, task)
+            outcome = await run(index, task)
             if isinstance(outcome, EpisodeRecord):
                 rewards.setdefault(task["id"], []).append(outcome.reward)
                 return

@@ -14,9 +14,9 @@ import orjson
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A controller took over the run; `attempt` is 0 for the first."""
+    """A controller took over the run; `life` is 0 for the first."""
 
-    attempt: int
+    life: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class FleetStats:
 class Fleet:
     """See the module.
 
-    origin: "<run>.<attempt>". stop_ids: the model's end tokens (an aborted answer that ends with one is whole).
+    origin: "<run>.<life>". stop_ids: the model's end tokens (an aborted answer that ends with one is whole).
     restart(index) ends what is left of server `index`, starts it again and returns its client once it is ready; None
     leaves dead servers to whoever runs them. exited(index) returns why, once the process of that server has ended.
     on_serving(version) is told each new `lowest_version()`.

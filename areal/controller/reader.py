@@ -16,7 +16,7 @@ from areal.errors import LedgerError
 from areal.types import EpisodeRecord
 
 DATABASE = "ledger.db"
-FORMAT = 2
+FORMAT = 3
 
 
 class LedgerReader:

@@ -71,7 +71,7 @@ class Signal:
 
 @dataclass(slots=True)
 class Failure:
-    """Why an attempt at an episode ended without a reward. `kind` is what the scheduler counts it as."""
+    """Why one try of an episode ended without a reward. `kind` is what the scheduler counts it as."""
 
     kind: str
     message: str
@@ -92,7 +92,7 @@ _left_behind: set[asyncio.Task[float]] = set()
 """Agents that ignored their cancellation: held, so that asyncio does not drop them in mid-flight."""
 
 
-async def attempt(agent: Agent, episode: Episode, task: Task, timeout_s: float) -> EpisodeRecord | Failure:
+async def run_episode(agent: Agent, episode: Episode, task: Task, timeout_s: float) -> EpisodeRecord | Failure:
     """Run the agent once, in a task of its own, under its deadline. Only cancellation and areal's own bugs escape.
 
     The agent gets a copy of the task. One that ignores its cancellation is left behind after END_S: it can neither
@@ -284,7 +284,7 @@ class RolloutLoop:
             episode = self._new_episode(number, member, task["id"], name_of(agent), not tries)
             self.running[number, member] = episode
             try:
-                outcome = await attempt(agent, episode, task, self._timeout_s)
+                outcome = await run_episode(agent, episode, task, self._timeout_s)
             finally:
                 del self.running[number, member]
             if isinstance(outcome, EpisodeRecord) and not outcome.turns:

@@ -99,7 +99,7 @@ class Scheduler:
         self._record = record
 
     def apply(self, fact: Fact) -> None:
-        """Fold a fact of an earlier attempt. It is not recorded again."""
+        """Fold a fact of an earlier life. It is not recorded again."""
         self.state.apply(fact)
 
     def _happened(self, fact: Fact) -> None:
@@ -109,14 +109,14 @@ class Scheduler:
     # -- groups
 
     def start(self) -> int:
-        """A controller takes the run over (after a replay, if any). Returns its attempt, counted from 0."""
-        self._happened(Started(self.state.attempt + 1))
+        """A controller takes the run over (after a replay, if any). Returns its life, counted from 0."""
+        self._happened(Started(self.state.life + 1))
         for group in [g for g in self.state.open.values() if not g.ready]:  # a crash can part an end from what follows
             if group.members - len(group.gave_up) < min(self.settings.min_members, group.members):
                 self._drop(group.number, "lost")
             elif not group.pending:
                 self._settle(group)
-        return self.state.attempt
+        return self.state.life
 
     def may_admit(self) -> bool:
         """I1 (paper, eq. 3), and no group that could not be trained by `last_version`."""

@@ -66,7 +66,7 @@ class Lengths:
 class State:
     """Where a run stands: the fold of its facts, in order, without any policy."""
 
-    attempt: int = -1
+    life: int = -1
     version: int = 0
     """Training steps done."""
     serving: int = 0
@@ -90,7 +90,7 @@ class State:
     failures: dict[str, int] = field(default_factory=dict)
     """Failed tries of episodes, by kind."""
     failures_in_a_row: dict[str, int] = field(default_factory=dict)
-    """By kind, since the last episode that finished, in this attempt."""
+    """By kind, since the last episode that finished, in this life."""
     kept: Lengths = field(default_factory=lambda: Lengths())
     """Of the episodes that were trained on."""
     lost: Lengths = field(default_factory=lambda: Lengths())
@@ -156,7 +156,7 @@ class State:
             case Evaluated():
                 self.success[fact.label] = fact.success
             case Started():
-                self.attempt = fact.attempt
+                self.life = fact.life
                 self.failures_in_a_row.clear()
 
     def _train(self, fact: Trained) -> None:

@@ -63,7 +63,7 @@ class TrainLoop:
         """Bring the ranks of a run that goes on to where it was, and publish. Raises TrainerError, PublishError."""
         await self._with_ranks(self._repeat)
         state = self.scheduler.state
-        if state.attempt:
+        if state.life:
             await self.publish(state.version)
 
     async def next_batch(self) -> Batch | None:
@@ -126,7 +126,7 @@ class TrainLoop:
             build_request,
             batch,
             self.config,
-            attempt=self.scheduler.state.attempt,
+            life=self.scheduler.state.life,
             learning_rate=rate,
             ranks=self.cluster.trainer.data_parallel,
             seed=self.config.seed,

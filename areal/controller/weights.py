@@ -180,7 +180,7 @@ class WeightSync:
     async def sync_server(self, server: Server) -> None:
         """Bring one server that just came up to the current version, and open it. Raises ServerError.
 
-        Before the first publication a server opens when its label is of this run and attempt. When the weights cannot
+        Before the first publication a server opens when its label is of this run and life. When the weights cannot
         be had (transport `group`, while the trainer is on its way to the next version) the server stays closed, and
         the next publication takes it along. When ranks fail at it, `owing` says so: somebody has to heal them first.
         """

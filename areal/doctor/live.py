@@ -20,7 +20,7 @@ import numpy as np
 from areal.algorithms.batching import sft_request
 from areal.config import Config
 from areal.controller.cluster import Cluster
-from areal.controller.rollout import Agent, Failure, attempt, name_of
+from areal.controller.rollout import Agent, Failure, name_of, run_episode
 from areal.controller.server import Server
 from areal.controller.weights import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, probe_ids
 from areal.doctor.findings import Result
@@ -99,7 +99,7 @@ async def publication(config: Config, cluster: Cluster) -> list[Result]:
     stats = await trainer.train(
         sft_request(
             [(ids, np.ones(len(ids), np.float32)) for ids in prompts(cluster)],
-            attempt=0,
+            life=0,
             from_version=0,
             batch_id=0,
             learning_rate=STEP_RATE,
@@ -203,7 +203,7 @@ async def try_agent(config: Config, cluster: Cluster, agent: Agent, tasks: Seque
     async def run(number: int, task: Task) -> tuple[Any, LoopWatch]:
         episode = cluster.episode(0, number, task["id"], sampling, name_of(agent))
         with LoopWatch() as watch:
-            return await attempt(agent, episode, task, config.episode.timeout_s), watch
+            return await run_episode(agent, episode, task, config.episode.timeout_s), watch
 
     with signals_watched() as used:
         for number, task in enumerate(tasks):

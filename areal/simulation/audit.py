@@ -66,14 +66,14 @@ def check_request(request: TrainRequest, weights: Weights, max_staleness: int) -
 
 @dataclass(slots=True)
 class Audit:
-    """Folds the facts of one run, over all its attempts, and raises Violation at the first that cannot be."""
+    """Folds the facts of one run, over all its lives, and raises Violation at the first that cannot be."""
 
     batch_groups: int
     max_staleness: int
     late: str
     members: int
     least_reward: float = LEAST_REWARD
-    attempt: int = -1
+    life: int = -1
     version: int = 0
     serving: int = 0
     trained: dict[int, None] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class Audit:
     def _one(self, fact: Fact) -> None:
         match fact:
             case Started():
-                _demand(fact.attempt == self.attempt + 1, f"I4: attempt {fact.attempt} after {self.attempt}")
-                self.attempt = fact.attempt
+                _demand(fact.life == self.life + 1, f"I4: life {fact.life} after {self.life}")
+                self.life = fact.life
             case Admitted():
                 count = len(self.trained) + len(self.open) + 1
                 allowed = (self.serving + self.max_staleness + 1) * self.batch_groups

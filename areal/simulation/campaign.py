@@ -50,14 +50,14 @@ from areal.errors import (
     root_cause,
 )
 from areal.simulation.audit import LEAST_REWARD, Audit, Violation, check_request, groups_of, prompt_of
-from areal.simulation.case import ATTEMPTS, Case, draw
+from areal.simulation.case import LIVES, Case, draw
 from areal.simulation.clock import Deadlock, OutOfTime, VirtualLoop
 from areal.simulation.weights import Weights
 from areal.simulation.workers import SERVER_FAULTS, TRAINER_FAULTS, World
 from areal.types import Task
 
 LIMIT_S = 50_000.0
-"""Virtual seconds in which an attempt must end: far above every deadline of the drawn settings."""
+"""Virtual seconds in which a life must end: far above every deadline of the drawn settings."""
 STOP_S = 10.0
 """From the first Ctrl-C to the end; then a run ends the hard way."""
 ABORT_S = 0.1
@@ -68,7 +68,7 @@ COUNTED = "weights.transport", "weights.rollout", "weights.interrupt", "stalenes
 
 @dataclass(slots=True)
 class Outcome:
-    """ends: how each attempt ended. happened: kinds of faults, and what the run did about them."""
+    """ends: how each life ended. happened: kinds of faults, and what the run did about them."""
 
     seed: int
     violation: str = ""
@@ -79,7 +79,7 @@ class Outcome:
 
 
 class Simulation:
-    """One seed, from its first attempt to its end, in `folder`."""
+    """One seed, from its first life to its end, in `folder`."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
@@ -110,21 +110,21 @@ class Simulation:
     def run(self) -> Outcome:
         """Attempts until the run is done. A Violation ends it, and is in the outcome."""
         try:
-            for number in range(ATTEMPTS):
-                last = self._calm = number == ATTEMPTS - 1
+            for number in range(LIVES):
+                last = self._calm = number == LIVES - 1
                 self._world.faults = () if last else self.case.faults[number]
-                if self._attempt(*(0.0, 0.0) if last else (self.case.kills[number], self.case.stops[number])):
+                if self._life(*(0.0, 0.0) if last else (self.case.kills[number], self.case.stops[number])):
                     self._check_end()
                     return self.outcome
                 run = next(iter(sorted(self._folder.glob("run-*"))), None)
                 if run is not None and (run / "ledger" / "ledger.db").exists():
                     self._config = Config.resume(run)
-            raise Violation("I7: the run did not come to its end, although the last attempt had no faults")
+            raise Violation("I7: the run did not come to its end, although the last life had no faults")
         except Violation as violation:
             self.outcome.violation = str(violation)
         return self.outcome
 
-    def _attempt(self, kill_at: float, stop_at: float) -> bool:
+    def _life(self, kill_at: float, stop_at: float) -> bool:
         """One controller, until the run is done (True), it fails for an honest reason, or it is killed or stopped."""
         loop = VirtualLoop(kill_at or LIMIT_S)
         asyncio.set_event_loop(loop)
@@ -237,7 +237,7 @@ class Simulation:
         self._audit.follow(self._controller.ledger.facts(after=self._audit.seen))
 
     def _judge(self, error: Exception) -> None:
-        """Whether the faults explain the error that an attempt ended with."""
+        """Whether the faults explain the error that a life ended with."""
         cause = root_cause(error)
         name = type(cause).__name__
         happened = self.outcome.happened
@@ -290,7 +290,7 @@ class Simulation:
         return "; ".join(self._controller.scheduler.describe()) if self._controller else "its start"
 
     def _abandon(self, loop: VirtualLoop) -> None:
-        """What SIGKILL does: nothing of the attempt goes on, and what the ledger had not written is lost."""
+        """What SIGKILL does: nothing of the life goes on, and what the ledger had not written is lost."""
         if self._controller and hasattr(self._controller, "ledger"):
             self._controller.ledger.abandon()
             with LedgerReader.open(self._controller.folder.ledger) as reader:
@@ -303,7 +303,7 @@ class Simulation:
         asyncio.set_event_loop(None)
         for task in asyncio.all_tasks(loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            # Now, while no loop runs: ended by the garbage collector, its cleanup would run in a later attempt's loop.
+            # Now, while no loop runs: ended by the garbage collector, its cleanup would run in a later life's loop.
             # Cleanup that awaits makes close() fail, and leaves the rest for the next one.
             coroutine: Any = task.get_coro()
             for _ in range(100):
@@ -334,7 +334,7 @@ def campaign(seeds: Sequence[int], *, say: Any = print) -> tuple[list[Outcome], 
     for seed in seeds:
         outcome = simulate(seed)
         happened.update(outcome.happened)
-        happened.update(["attempts"] * len(outcome.ends))
+        happened.update(["lives"] * len(outcome.ends))
         happened["episodes"] += outcome.episodes
         happened["steps"] += outcome.steps
         if outcome.violation:
@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = simulate(options.seed, options.keep)
         failed, happened = [outcome] if outcome.violation else [], outcome.happened
         print(draw(options.seed))
-        print("attempts:", ", ".join(outcome.ends))
+        print("lives:", ", ".join(outcome.ends))
         if failed:
             print(f"seed {options.seed}: {outcome.violation}")
     else:

@@ -9,15 +9,15 @@ from typing import Any
 from areal.simulation.server import Speed
 from areal.simulation.workers import PLACES, SERVER_FAULTS, TRAINER_FAULTS, Fault
 
-ATTEMPTS = 8
+LIVES = 8
 """Times that a run is begun; the last one has no faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a seed stands for. kills, stops: seconds of each attempt after which the controller is killed, or told to
+    """What a seed stands for. kills, stops: seconds of each life after which the controller is killed, or told to
     stop; 0 lets it be. resizes: (seconds after the controller is up, servers it is to have from then on), in each
-    attempt with faults."""
+    life with faults."""
 
     seed: int
     settings: tuple[str, ...]
@@ -33,7 +33,7 @@ class Case:
     faults: tuple[tuple[Fault, ...], ...]
     kills: tuple[float, ...]
     resizes: tuple[tuple[float, int], ...] = ()
-    stops: tuple[float, ...] = (0.0,) * (ATTEMPTS - 1)
+    stops: tuple[float, ...] = (0.0,) * (LIVES - 1)
 
 
 def draw(seed: int) -> Case:
@@ -100,12 +100,12 @@ def draw(seed: int) -> Case:
         agent_fails=chance.choice([0.0, 0.0, 0.05, 0.3]) if faulty else 0.0,
         agent_hangs=chance.choice([0.0, 0.0, 0.02]) if faulty else 0.0,
         tasks=chance.choice([0, 0, steps * groups, steps * groups + 1]),
-        faults=tuple(_faults(chance, servers, span) if faulty else () for _ in range(ATTEMPTS - 1)),
+        faults=tuple(_faults(chance, servers, span) if faulty else () for _ in range(LIVES - 1)),
         kills=tuple(
-            chance.uniform(0.5, 2 * span) if faulty and chance.random() < 0.4 else 0.0 for _ in range(ATTEMPTS - 1)
+            chance.uniform(0.5, 2 * span) if faulty and chance.random() < 0.4 else 0.0 for _ in range(LIVES - 1)
         ),
         resizes=_resizes(random.Random(f"{seed} resizes"), span) if faulty else (),
-        stops=tuple(stop.uniform(0.5, 2 * span) if stop.random() < 0.2 else 0.0 for _ in range(ATTEMPTS - 1)),
+        stops=tuple(stop.uniform(0.5, 2 * span) if stop.random() < 0.2 else 0.0 for _ in range(LIVES - 1)),
     )
 
 

@@ -37,7 +37,7 @@ class SimulatedTrainer:
         self,
         weights: Weights,
         *,
-        attempt: int,
+        life: int,
         version: int,
         tokens_per_s: float,
         groups: dict[str, Rendezvous],
@@ -48,7 +48,7 @@ class SimulatedTrainer:
         self.weights = weights
         self.version = version
         self.trouble = TrainerTrouble()
-        self._attempt = attempt
+        self._life = life
         self._tokens_per_s = tokens_per_s
         self._groups = groups
         self._group = ""
@@ -66,11 +66,11 @@ class SimulatedTrainer:
     async def train(self, request: TrainRequest) -> TrainStats:
         async with self._lock:
             await self._busy(0.01)
-            key = (request.attempt, request.from_version, request.batch_id)
+            key = (request.life, request.from_version, request.batch_id)
             if self._last and self._last[0] == key:
                 return self._last[1]
-            if key[:2] != (self._attempt, self.version):
-                raise VersionConflict(f"asked for {key}, the trainer is at {self._attempt}, {self.version}")
+            if key[:2] != (self._life, self.version):
+                raise VersionConflict(f"asked for {key}, the trainer is at {self._life}, {self.version}")
             self._check(request, self.weights)
             await self._busy(len(request.batch.ids) / self._tokens_per_s)
             batch = request.batch

@@ -86,14 +86,14 @@ class SimulatedWorkers:
         pass
 
     async def start(
-        self, folder: Path, attempt: int, version: int, checkpoint: Path | None
+        self, folder: Path, life: int, version: int, checkpoint: Path | None
     ) -> tuple[TrainerClient, list[ServerClient]]:
         world = self._world
-        self._random = random.Random(f"{world.seed} {attempt}")
-        self._label = f"{folder.name}.{attempt}:{version}"
+        self._random = random.Random(f"{world.seed} {life}")
+        self._label = f"{folder.name}.{life}:{version}"
         self._weights = Weights.read(checkpoint) if checkpoint else Weights()
         self._timeout_s = self._config.weights.timeout_s
-        self._attempt = attempt
+        self._life = life
         world.clients = {}
         await asyncio.sleep(world.speed.start_s)
         trainer = self._trainer(version, self._weights)
@@ -108,7 +108,7 @@ class SimulatedWorkers:
         world = self._world
         world.trainer = SimulatedTrainer(
             weights,
-            attempt=self._attempt,
+            life=self._life,
             version=version,
             tokens_per_s=world.trained_tokens_per_s,
             groups=self._groups,

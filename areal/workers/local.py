@@ -89,11 +89,11 @@ class LocalWorkers:
                 check_port(config.servers.port + index)
 
     async def start(
-        self, folder: Path, attempt: int, version: int, checkpoint: Path | None
+        self, folder: Path, life: int, version: int, checkpoint: Path | None
     ) -> tuple[TrainerClient, list[ServerClient]]:
-        self._folder, self._attempt, self._version = folder, attempt, version
+        self._folder, self._life, self._version = folder, life, version
         self._weights = checkpoint or self._model
-        self._origin = f"{folder.name}.{attempt}"
+        self._origin = f"{folder.name}.{life}"
         self._stack.callback(remove_stores, folder / "logs")  # once all that use one have ended
         architecture = await asyncio.to_thread(Architecture.read, self._model)
         self.vocab_size = architecture.vocab
@@ -139,7 +139,7 @@ class LocalWorkers:
             checkpoint=str(checkpoint or ""),
             version=self._version,
             log_folder=self._folder / "logs",
-            attempt=self._attempt,
+            life=self._life,
             devices=self._placement.ranks,
             roots=[self._folder / "checkpoints", weights_folder(self._config, self._folder, self._origin)],
         )

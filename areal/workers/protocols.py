@@ -18,7 +18,7 @@ from areal.types import Floats, Generation, Ints, Sampling, TensorSpec, TrainReq
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """`label` names the weights a server holds: "<run>.<attempt>:<version>", or anything else if not ours."""
+    """`label` names the weights a server holds: "<run>.<life>:<version>", or anything else if not ours."""
 
     label: str
     model_path: str
@@ -168,7 +168,7 @@ class Workers(Protocol):
         ...
 
     async def start(
-        self, folder: Path, attempt: int, version: int, checkpoint: Path | None
+        self, folder: Path, life: int, version: int, checkpoint: Path | None
     ) -> tuple[TrainerClient, list[ServerClient]]:
         """Everything at once, side by side, at `version`: the weights of `checkpoint`, or of `model.path` when there is
         none yet. folder: the run's. Raises ProcessError or TrainerError for what does not come up."""

@@ -146,8 +146,8 @@ CONFIG = Config.load(
 
 def test_a_request_names_its_step_and_carries_the_settings() -> None:
     of = batch([(1.0, [[-1, 5, 5]]), (0.0, [[-1, 4, 5, 5]])], [(1.0, [[-1, 3, 4]]), (0.0, [[-1, 5, 3]])])
-    request = build_request(of, CONFIG, attempt=2, learning_rate=1e-4, ranks=2, seed=11)
-    assert (request.attempt, request.from_version, request.batch_id, request.kind) == (2, 5, 3, "ppo")
+    request = build_request(of, CONFIG, life=2, learning_rate=1e-4, ranks=2, seed=11)
+    assert (request.life, request.from_version, request.batch_id, request.kind) == (2, 5, 3, "ppo")
     assert (request.passes, request.temperature, request.clip, request.importance_cap) == (3, 0.7, 0.1, 2.0)
     assert (request.max_staleness, request.learning_rate) == (1, 1e-4)
     assert len(request.minibatches) == 2
@@ -168,7 +168,7 @@ def test_a_request_can_be_made_again() -> None:
     of = batch(*[[(float(m), [[-1] + [5] * (g + m + 1)]) for m in range(4)] for g in range(8)])
 
     def minibatches(of: Batch) -> tuple:
-        return build_request(of, CONFIG, attempt=0, learning_rate=1.0, ranks=2, seed=1).minibatches
+        return build_request(of, CONFIG, life=0, learning_rate=1.0, ranks=2, seed=1).minibatches
 
     assert minibatches(of) == minibatches(of)
     assert minibatches(of) != minibatches(replace(of, id=4))
@@ -176,7 +176,7 @@ def test_a_request_can_be_made_again() -> None:
 
 def test_a_group_without_variance_stays_in_the_token_mean() -> None:
     of = batch([(1.0, [[-1, 5]]), (1.0, [[-1, 5, 5]])])
-    request = build_request(of, CONFIG, attempt=0, learning_rate=1.0, ranks=1, seed=0)
+    request = build_request(of, CONFIG, life=0, learning_rate=1.0, ranks=1, seed=0)
     assert request.batch.advantages.tolist() == [0, 0]
     assert sum(step.loss_tokens for step in request.minibatches) == 3
 
@@ -184,11 +184,11 @@ def test_a_group_without_variance_stays_in_the_token_mean() -> None:
 @pytest.mark.parametrize("versions", [[], [[-1, 1]]])
 def test_a_batch_without_a_token_to_train_on_says_why(versions: list) -> None:
     with pytest.raises(ArealError, match=r"batch 3 \(groups 7\) has no token to train on.*staleness\.max=1"):
-        build_request(batch([(1.0, versions)]), CONFIG, attempt=0, learning_rate=1.0, ranks=1, seed=0)
+        build_request(batch([(1.0, versions)]), CONFIG, life=0, learning_rate=1.0, ranks=1, seed=0)
 
 
 def sft(examples: list, **changes: int) -> TrainRequest:
-    arguments = {"attempt": 0, "from_version": 4, "batch_id": 9, "ranks": 2, "budget": 4} | changes
+    arguments = {"life": 0, "from_version": 4, "batch_id": 9, "ranks": 2, "budget": 4} | changes
     return sft_request(examples, learning_rate=0.1, **arguments)
 
 

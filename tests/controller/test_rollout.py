@@ -319,7 +319,7 @@ async def test_a_cancelled_error_of_an_agent_does_not_cancel_whoever_wants_its_e
     async def agent(episode: Episode, task: Task) -> float:
         raise asyncio.CancelledError
 
-    failure = await rollout.attempt(agent, world.episode(0, 0, "t", "agent", True), {"id": "t"}, 5.0)
+    failure = await rollout.run_episode(agent, world.episode(0, 0, "t", "agent", True), {"id": "t"}, 5.0)
     assert isinstance(failure, rollout.Failure)
     assert isinstance(failure.error, EpisodeError)
 
@@ -350,7 +350,7 @@ async def test_what_an_agent_left_running_begins_no_more_calls(world: World, fai
             raise ValueError("a branch failed")
         return 1.0
 
-    await rollout.attempt(agent, episode, {"id": "t"}, 5.0)
+    await rollout.run_episode(agent, episode, {"id": "t"}, 5.0)
     gate.set()
     await asyncio.sleep(0.05)
     assert not left[0].done(), "a loop that catches everything would spin"

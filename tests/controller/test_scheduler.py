@@ -351,7 +351,7 @@ def test_i8_a_group_that_cannot_reach_min_members_is_dropped_and_late_ends_of_it
     assert scheduler.state.dropped == {"timeout": 1}
 
 
-def test_i9_failures_without_a_finished_episode_end_the_run_and_a_new_attempt_begins_at_zero():
+def test_i9_failures_without_a_finished_episode_end_the_run_and_a_new_life_begins_at_zero():
     scheduler, log = make(failures={"agent": 2, "infrastructure": 2, "reward": 2, "data": 2}, retries=9)
     assert scheduler.start() == 0
     scheduler.admit("a", 0)
@@ -487,7 +487,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.follower = Scheduler(self.settings, self.log.append)
         self.followed = 0
         self.stories: list[Story] = []
-        self.version = self.serving = self.attempt = 0
+        self.version = self.serving = self.life = 0
         self.failures_in_a_row: Counter[str] = Counter()
         self.batch: BatchFormed | None = None
         self.ages: Counter[int] = Counter()
@@ -678,8 +678,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The controller is killed; another one replays the ledger."""
         self.settings = self.scheduler.settings = settings
         self.scheduler = replayed(self.scheduler, self.log)
-        self.attempt += 1
-        assert self.scheduler.start() == self.attempt
+        self.life += 1
+        assert self.scheduler.start() == self.life
         self.failures_in_a_row.clear()
 
     # Invariants: what holds after each of them

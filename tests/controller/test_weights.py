@@ -128,7 +128,7 @@ async def test_running_calls_go_on_under_each_new_version(tmp_path: Path, transp
         assert 0 < run.fleet.stats().still_s < 1
 
 
-async def test_labels_of_another_attempt_are_loaded_over(tmp_path: Path) -> None:
+async def test_labels_of_another_life_are_loaded_over(tmp_path: Path) -> None:
     server = FakeServer("run.7:4")
     async with running(tmp_path, server) as run:
         assert run.fleet.servers[0].state == "starting"
@@ -137,7 +137,7 @@ async def test_labels_of_another_attempt_are_loaded_over(tmp_path: Path) -> None
         assert check(await call, [1, 2], 5) == [37] * 5
 
 
-async def test_a_server_of_this_attempt_serves_before_the_first_publication(tmp_path: Path) -> None:
+async def test_a_server_of_this_life_serves_before_the_first_publication(tmp_path: Path) -> None:
     async with running(tmp_path, FakeServer()) as run:
         assert check(await run.generate([1, 2], 5), [1, 2], 5) == [0] * 5
 

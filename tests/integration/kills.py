@@ -148,7 +148,7 @@ class Run:
         return found
 
     def check(self, steps: int = STEPS) -> None:
-        """I1 to I4 over all attempts, and every step taken once for the final weights: repeats had the same loss."""
+        """I1 to I4 over all lives, and every step taken once for the final weights: repeats had the same loss."""
         config = Config.load([str(self.path / "config.toml")])
         audit = Audit(config.train.batch_groups, config.staleness.max, config.staleness.late, config.group.size)
         audit.least_reward = 0.0

@@ -30,7 +30,7 @@ from tests import models
 @asynccontextmanager
 async def trainer(folder: Path, logs: Path, *settings: str, **options: Any) -> AsyncIterator[HttpTrainer]:
     config = Config.load(["optimizer.eps=1e-4", "optimizer.weight_decay=0.1", *settings])
-    options = {"attempt": 0, "roots": [logs, logs.parent, "/proc"]} | options
+    options = {"life": 0, "roots": [logs, logs.parent, "/proc"]} | options
     client = await start_trainer(config, model_path=str(folder), log_folder=logs, **options)
     try:
         yield client
@@ -38,7 +38,7 @@ async def trainer(folder: Path, logs: Path, *settings: str, **options: Any) -> A
         await client.close()
 
 
-def step(version: int, *, ranks: int = 1, attempt: int = 0) -> TrainRequest:
+def step(version: int, *, ranks: int = 1, life: int = 0) -> TrainRequest:
     """Four updates. The micro-batches are the same for one rank and for two."""
     rng = np.random.default_rng(version)
     ids = [rng.integers(1, models.VOCAB_SIZE, rng.integers(2, 90)).astype(np.int32) for _ in range(14)]
@@ -53,7 +53,7 @@ def step(version: int, *, ranks: int = 1, attempt: int = 0) -> TrainRequest:
     if ranks == 1:
         minibatches = tuple(MiniBatch((mini.shards[0] + mini.shards[1],), mini.loss_tokens) for mini in minibatches)
     return TrainRequest(
-        attempt=attempt,
+        life=life,
         from_version=version,
         batch_id=version,
         kind="ppo",
@@ -112,10 +112,10 @@ async def test_training_goes_on_exactly(dtype: str, ranks: int, tmp_path: Path) 
 
     for number in {ranks, 2}:
         settings[0] = f"trainer.ranks={number}"
-        options = {"checkpoint": str(checkpoint), "version": 2, "attempt": 1}
+        options = {"checkpoint": str(checkpoint), "version": 2, "life": 1}
         async with trainer(source, tmp_path / f"logs-{number}", *settings, **options) as client:
             check_weights(await exported(client, tmp_path / "loaded"), before)
-            got = [await client.train(step(version, ranks=number, attempt=1)) for version in (2, 3)]
+            got = [await client.train(step(version, ranks=number, life=1)) for version in (2, 3)]
             after = await exported(client, tmp_path / "again")
         if number == ranks:
             check_weights(after, weights)
@@ -145,7 +145,7 @@ async def test_checkpoint_before_the_first_step_and_ranks_that_do_not_start(tmp_
         check_stats(left, right)
 
     config = Config.load()
-    options = {"model_path": str(tiny_qwen3), "log_folder": tmp_path / "none", "attempt": 1}
+    options = {"model_path": str(tiny_qwen3), "log_folder": tmp_path / "none", "life": 1}
     with pytest.raises(TrainerError, match=rf"no training can go on from {tiny_qwen3}: .*No such file.*model\.path="):
         await start_trainer(config, checkpoint=str(tiny_qwen3), **options)
     with pytest.raises(TrainerError, match=r"is of version 0; version 3"):

@@ -60,7 +60,7 @@ def test_the_controller_is_killed_in_a_step_and_after_one(run: Run) -> None:
     assert run.end() == 0, run.output()
     run.check(STEPS + 2)
     facts = run.facts()
-    assert [fact.attempt for fact in facts if isinstance(fact, Started)] == [0, 1, 2]
+    assert [fact.life for fact in facts if isinstance(fact, Started)] == [0, 1, 2]
     assert sum(isinstance(fact, Checkpointed) for fact in facts) >= 3
 
 

@@ -43,7 +43,7 @@ async def test_three_engines_give_the_same_logprobs(
         scored = await client.score(ids)
     finally:
         await client.close()
-    trainer = await start_trainer(Config.load(), model_path=str(folder), log_folder=tmp_path, attempt=0)
+    trainer = await start_trainer(Config.load(), model_path=str(folder), log_folder=tmp_path, life=0)
     try:
         (trained,) = await trainer.logprobs([ids])
     finally:

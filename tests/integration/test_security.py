@@ -108,7 +108,7 @@ async def test_a_run_keeps_its_ports_and_its_secrets_to_itself(
     private: dict[Path, int] = {}
 
     async def indiscreet(episode: Episode, task: Task) -> float:
-        """Its first attempt raises all secrets, for the ledger and the log."""
+        """Its first try raises all secrets, for the ledger and the log."""
         seen.update(listeners())
         for path in [*shared.glob("*"), *unix_sockets()]:
             private[path] = path.stat().st_mode

@@ -42,7 +42,7 @@ VOCAB = models.VOCAB_SIZE
 @asynccontextmanager
 async def trainer(folder: Path, logs: Path, *settings: str, **options: Any) -> AsyncIterator[HttpTrainer]:
     config = Config.load(["optimizer.eps=1e-4", "train.microbatch_tokens=200", *settings])
-    options = {"attempt": 0, "roots": [logs, logs.parent, "/proc"]} | options
+    options = {"life": 0, "roots": [logs, logs.parent, "/proc"]} | options
     client = await start_trainer(config, model_path=str(folder), log_folder=logs, **options)
     try:
         yield client
@@ -129,7 +129,7 @@ def sft(version: int, *, ranks: int = 1, seed: int = 0, count: int = 12, batch_i
     rng = np.random.default_rng(seed)
     return sft_request(
         [(ids, rng.choice([0.0, 0.3, 1.0], len(ids))) for ids in sequences(count, seed)],
-        attempt=0,
+        life=0,
         from_version=version,
         batch_id=version if batch_id is None else batch_id,
         learning_rate=1e-3,
@@ -158,7 +158,7 @@ def ppo(
     versions = [np.where(w > 0, version - (rng.random(len(w)) < 0.5), NOT_SAMPLED).astype(np.int32) for w in weights]
     lengths = np.array([len(s) for s in ids], np.int32)
     return TrainRequest(
-        attempt=0,
+        life=0,
         from_version=version,
         batch_id=version,
         kind="ppo",
@@ -326,7 +326,7 @@ async def test_once_and_refusals(tmp_path: Path, tiny_qwen3: Path) -> None:
         for wrong in (
             replace(request, from_version=6),
             replace(request, from_version=8),
-            replace(request, attempt=1),
+            replace(request, life=1),
         ):
             with pytest.raises(VersionConflict, match="rank 0"):  # I4
                 await client.train(wrong)
@@ -376,13 +376,13 @@ async def test_half_a_step_is_no_version(tmp_path: Path, tiny_qwen3: Path) -> No
     async with trainer(tiny_qwen3, tmp_path) as client:
         with pytest.raises(TrainerError, match="gradient norm"):
             await client.train(replace(request, batch=replace(batch, loss_weights=weights)))
-        for attempt in (
+        for refused in (
             client.train(request),
             client.export(str(tmp_path / "export")),
             client.logprobs(sequences(1)),
         ):
             with pytest.raises(TrainerError, match="of no version"):
-                await attempt
+                await refused
         assert not (tmp_path / "export").exists()
 
 
@@ -462,19 +462,19 @@ async def test_no_room_for_an_export(tmp_path: Path, tiny_qwen3: Path) -> None:
 async def test_start_failures(tmp_path: Path, tiny_qwen3: Path) -> None:
     config = Config.load(["trainer.start_timeout_s=60"])
     with pytest.raises(ConfigError, match="no model folder"):
-        await start_trainer(config, model_path="no/such", log_folder=tmp_path, attempt=0)
+        await start_trainer(config, model_path="no/such", log_folder=tmp_path, life=0)
     with pytest.raises(ConfigError, match=r"placement\.ranks"):
-        await start_trainer(config, model_path=str(tiny_qwen3), log_folder=tmp_path, attempt=0, devices=[0, 1])
+        await start_trainer(config, model_path=str(tiny_qwen3), log_folder=tmp_path, life=0, devices=[0, 1])
     assert not list(tmp_path.iterdir())
 
     models.build(tmp_path / "model", "qwen3")
     path = tmp_path / "model" / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     with pytest.raises(TrainerError, match=r"rank 0 ended with code 1(.|\n)*has no tensor model\.layers\.2\."):
-        await start_trainer(config, model_path=str(tmp_path / "model"), log_folder=tmp_path, attempt=0)
+        await start_trainer(config, model_path=str(tmp_path / "model"), log_folder=tmp_path, life=0)
     with pytest.raises(TrainerError, match="was not ready after"):
         await start_trainer(
-            Config.load(["trainer.start_timeout_s=0.1"]), model_path=str(tiny_qwen3), log_folder=tmp_path, attempt=0
+            Config.load(["trainer.start_timeout_s=0.1"]), model_path=str(tiny_qwen3), log_folder=tmp_path, life=0
         )
 
 

@@ -39,7 +39,7 @@ class Run:
         ids = [prompt(40, seed=100 * self.version + i) for i in range(8)]
         request = sft_request(
             [(row, np.ones(len(row), np.float32)) for row in ids],
-            attempt=0,
+            life=0,
             from_version=self.version,
             batch_id=self.version,
             learning_rate=3e-3,
@@ -57,7 +57,7 @@ class Run:
 async def running_with(server: Server, folder: Path, transport: str) -> AsyncIterator[Run]:
     config = Config.load([f"weights.transport={transport}", "weights.timeout_s=60"])
     trainer = await start_trainer(
-        config, model_path=str(server.model), log_folder=folder / "logs", attempt=0, roots=[folder]
+        config, model_path=str(server.model), log_folder=folder / "logs", life=0, roots=[folder]
     )
     client = SGLangClient(server.url, origin=ORIGIN, vocab_size=models.VOCAB_SIZE, key=KEY, timeout_s=60.0)
     fleet = Fleet(config, [client], origin=ORIGIN)

@@ -80,7 +80,7 @@ def test_seeds_that_found_a_fault(seed: int) -> None:
 
 
 def test_nothing_of_a_killed_controller_runs_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its coroutines are closed before the next attempt begins; the garbage collector would close them inside it."""
+    """Its coroutines are closed before the next life begins; the garbage collector would close them inside it."""
     quiet()
     close, states = VirtualLoop.close, Counter[str]()
 
@@ -188,14 +188,14 @@ def test_it_finds_a_group_that_is_trained_twice(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_finds_a_failure_that_became_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt = rollout.attempt
+    run_episode = rollout.run_episode
 
     async def rewarded(agent: Agent, episode: Episode, task: Task, timeout_s: float) -> EpisodeRecord | Failure:
-        outcome = await attempt(agent, episode, task, timeout_s)
+        outcome = await run_episode(agent, episode, task, timeout_s)
         failed = isinstance(outcome, Failure) and outcome.kind in ("timeout", "server")
         return episode.finish(0.0, timeout_s) if failed else outcome
 
-    monkeypatch.setattr(rollout, "attempt", rewarded)
+    monkeypatch.setattr(rollout, "run_episode", rewarded)
     _find("I9", range(60))
 
 

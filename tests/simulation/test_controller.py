@@ -19,7 +19,7 @@ from areal.controller.scheduler import Scheduler
 from areal.controller.train import TrainLoop
 from areal.errors import ArealError, Stalled, TrainerError
 from areal.simulation.campaign import Simulation
-from areal.simulation.case import ATTEMPTS, draw
+from areal.simulation.case import LIVES, draw
 from areal.simulation.clock import run
 from areal.simulation.trainer import SimulatedTrainer
 from areal.types import Task, TrainRequest, TrainStats
@@ -29,7 +29,7 @@ from examples.agentic import embedded_service
 @pytest.fixture
 def calm(tmp_path: Path) -> Simulation:
     """A run without faults, of many steps."""
-    case = replace(draw(3), faults=((),) * ATTEMPTS, kills=(0.0,) * ATTEMPTS, resizes=(), agent_fails=0.0, tasks=0)
+    case = replace(draw(3), faults=((),) * LIVES, kills=(0.0,) * LIVES, resizes=(), agent_fails=0.0, tasks=0)
     made = Simulation(replace(case, settings=(*case.settings, "train.steps=1000", "data.epochs=0")), tmp_path)
     made._calm = True
     return made

@@ -18,7 +18,7 @@ from areal.workers.rollout.launcher import context_of
 
 
 class Child:
-    """A process that survives `stubborn` attempts to stop it."""
+    """A process that survives `stubborn` tries to stop it."""
 
     def __init__(self, stubborn: int = 0) -> None:
         self.stubborn = stubborn

@@ -4,7 +4,7 @@
     generation = await client.generate(rid, input_ids, Sampling(max_new_tokens=64))
 
 An answer is taken whole or refused: ids, log-probs and version spans must be there and agree in length (I5, I6), and
-every span must carry a label of this run and attempt. Answers are parsed on the event loop, the largest too: orjson
+every span must carry a label of this run and life. Answers are parsed on the event loop, the largest too: orjson
 holds the GIL, so that a thread would not free the loop, and 4,096 tokens (160 kB) take about 1 ms.
 
 The client sets no deadline on `generate`; its caller has one. Other calls end after `timeout_s`.
@@ -38,7 +38,7 @@ UNUSABLE_TOKENS = 6
 
 
 def make_label(origin: str, version: int) -> str:
-    """The label of weights on a server: "<run>.<attempt>:<version>", where `origin` is "<run>.<attempt>"."""
+    """The label of weights on a server: "<run>.<life>:<version>", where `origin` is "<run>.<life>"."""
     return f"{origin}:{version}"
 
 
@@ -61,7 +61,7 @@ def open_session() -> aiohttp.ClientSession:
 class SGLangClient:
     """One server (see `ServerClient`). `session` may be shared by many clients; without one the client owns its own.
 
-    origin: "<run>.<attempt>", the head of this attempt's labels. vocab_size: rows of the embedding; an id outside
+    origin: "<run>.<life>", the head of this life's labels. vocab_size: rows of the embedding; an id outside
     would end the whole server, so it is an EpisodeError here. key: the server's API key, sent with every call.
     """
 

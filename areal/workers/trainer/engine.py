@@ -1,6 +1,6 @@
 """One rank's model and optimizer, and what can be asked of them.
 
-I2 is asserted again here. I4 is kept by name: a step carries (attempt, from_version, batch_id), and the answer of the
+I2 is asserted again here. I4 is kept by name: a step carries (life, from_version, batch_id), and the answer of the
 last one is stored. The ranks of a data-parallel group take the same decisions at the same places, from sums over the
 group: a rank that fails says so in the next sum instead of leaving the others to wait for it.
 """
@@ -62,7 +62,7 @@ class Engine:
     """
 
     def __init__(self, settings: RankSettings) -> None:
-        self.attempt, self.version = settings.attempt, settings.version
+        self.life, self.version = settings.life, settings.version
         self._settings = settings
         self._torn = ""
         self._last: tuple[tuple[int, int, int], TrainStats] | None = None
@@ -104,16 +104,16 @@ class Engine:
     def train(self, request: TrainRequest) -> TrainStats:
         """Take the step of `request` (this rank's part of it), together with the other ranks.
 
-        A repeat of the last step gets its stored answer. Raises VersionConflict for a step of another attempt or
+        A repeat of the last step gets its stored answer. Raises VersionConflict for a step of another life or
         version; TrainerError for a batch that breaks an invariant and for a gradient that is not finite.
         """
-        key = (request.attempt, request.from_version, request.batch_id)
+        key = (request.life, request.from_version, request.batch_id)
         if self._last is not None and self._last[0] == key:
             return self._last[1]
-        if (request.attempt, request.from_version) != (self.attempt, self.version):
+        if (request.life, request.from_version) != (self.life, self.version):
             raise VersionConflict(
-                f"asked for batch {request.batch_id} from version {request.from_version} of attempt "
-                f"{request.attempt}; the rank is at version {self.version} of attempt {self.attempt}"
+                f"asked for batch {request.batch_id} from version {request.from_version} of life "
+                f"{request.life}; the rank is at version {self.version} of life {self.life}"
             )
         self._check_whole()
         stats = self._step(request)

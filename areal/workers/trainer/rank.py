@@ -119,7 +119,7 @@ class Rank:
         return handle
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"pid": os.getpid(), "attempt": self._engine.attempt, "version": self._engine.version})
+        return web.json_response({"pid": os.getpid(), "life": self._engine.life, "version": self._engine.version})
 
     def _inside(self, body: bytes) -> str:
         """The folder that a message names, without links and `..`. Raises TrainerError when it is not in a root."""

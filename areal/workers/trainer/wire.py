@@ -34,7 +34,7 @@ class RankSettings:
     model_path: str
     checkpoint: str
     dtype: str
-    attempt: int
+    life: int
     version: int
     microbatch_tokens: int
     timeout_s: float

@@ -48,7 +48,7 @@ async def ranks(*handlers: Handler, **options: Any) -> AsyncIterator[HttpTrainer
 def request(count: int) -> TrainRequest:
     tokens = np.arange(2 * count)
     return TrainRequest(
-        attempt=0,
+        life=0,
         from_version=0,
         batch_id=0,
         kind="sft",

@@ -20,7 +20,7 @@ TIMEOUT_S = 20.0
 
 
 class Engine:
-    attempt = version = 0
+    life = version = 0
 
     def __init__(self) -> None:
         self.busy, self.free = threading.Event(), threading.Event()

@@ -16,7 +16,7 @@ def request(lengths: list[int], ranks: int, minibatches: int = 2, seed: int = 0)
     rng = np.random.default_rng(seed)
     tokens = sum(lengths)
     return TrainRequest(
-        attempt=1,
+        life=1,
         from_version=3,
         batch_id=4,
         kind="ppo",

@@ -8,9 +8,8 @@ learning rate, and that a group was dropped from outside.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,9 @@ from areal.controller.facts import (
     Trained,
 )
 from areal.controller.reader import LedgerReader
-from areal.controller.scheduler import OpenGroup, Scheduler, SchedulerSettings
+from areal.controller.scheduler import Scheduler, SchedulerSettings
+from areal.controller.state import OpenGroup, State
+from areal.controller.watchdog import waits_of
 from areal.errors import LedgerError
 from areal.run import RunFolder
 
@@ -94,42 +95,44 @@ def _compare(facts: Iterable[Fact], settings: Iterable[SchedulerSettings]) -> tu
 
 
 class _Replay:
-    """scheduler: decides. told: folds what is recorded, so always stands just before the next recorded fact.
-    decided: facts of the last call that are not compared yet."""
+    """state: the fold of the recorded facts, so that it always stands just before the next one. decided: facts of the
+    last decision that are not compared yet."""
 
     def __init__(self, settings: tuple[SchedulerSettings, ...]) -> None:
         self.settings = settings
         self.decided: deque[Fact] = deque()
-        self.scheduler = Scheduler(settings[0], self.decided.append)
-        self.told = Scheduler(settings[0], lambda fact: None)
+        self.state = State()
+        self.scheduler = Scheduler(settings[0], self.state)
         self.data_ended = False
 
     def step(self, seq: int, fact: Fact) -> Difference | None:
-        if self.decided and isinstance(fact, Started):  # the life before was killed in the middle of a decision
+        if isinstance(fact, Started):  # the controller may have been killed in the middle of a decision
             self.decided.clear()
-            self.scheduler.state = copy.deepcopy(self.told.state)
-        reason: object = None
+        reason = "such a call decides nothing here"
         if not self.decided:
             try:
-                reason = _CALLS[type(fact)](self, fact)
+                answer = _CALLS[type(fact)](self, fact)
             except ValueError as error:
-                reason = str(error)
+                answer = str(error)
+            if isinstance(answer, str):
+                reason = answer
+            else:
+                self.decided.extend(answer)
         decided = self.decided.popleft() if self.decided else None
         if isinstance(fact, BatchFormed) and isinstance(decided, BatchFormed):
             decided = replace(decided, learning_rate=fact.learning_rate)
         if decided != fact:
-            why = reason if isinstance(reason, str) else "such a call decides nothing here"
-            return Difference(seq, fact, decided, why, tuple(self.describe(fact)))
-        self.told.apply(fact)
+            return Difference(seq, fact, decided, reason, tuple(self.describe(fact)))
+        self.state.apply(fact)
         return None
 
     def describe(self, fact: Fact) -> Iterable[str]:
-        state = self.told.state
+        state = self.state
         yield (
             f"life {state.life}, version {state.version}, servers at {state.serving}; groups: {state.trained} "
             f"trained, {sum(state.dropped.values())} dropped, {len(state.open)} open"
         )
-        yield from self.told.describe()
+        yield from waits_of(self.scheduler)
         about = [state.open[number] for number in [getattr(fact, "group", -1)] if number in state.open]
         if isinstance(fact, BatchFormed) or (isinstance(fact, Dropped) and fact.reason == "stale"):
             about = [group for group in state.open.values() if group.ready]
@@ -137,40 +140,36 @@ class _Replay:
         if len(about) > _DESCRIBED_GROUPS:
             yield f"and {len(about) - _DESCRIBED_GROUPS} more complete groups"
 
-    # -- the calls, each for the fact that it begins with; a text that one returns says why nothing is decided
+    # -- the call that each fact is the first of; a text instead of facts says why nothing is decided
 
-    def start(self, fact: Started) -> None:
+    def start(self, fact: Started) -> Sequence[Fact]:
         self.data_ended = False
-        life = min(self.scheduler.state.life + 1, len(self.settings) - 1)
-        self.scheduler.settings = self.told.settings = self.settings[life]
-        self.scheduler.start()
+        self.scheduler.settings = self.settings[min(self.state.life + 1, len(self.settings) - 1)]
+        return self.scheduler.start()
 
-    def admit(self, fact: Admitted) -> str | None:
+    def admit(self, fact: Admitted) -> Sequence[Fact] | str:
         if self.data_ended:
             return "a batch was formed of fewer groups than train.batch_groups, which says that the data had ended"
-        self.scheduler.admit(fact.task_id, fact.position)
-        return None
+        return self.scheduler.admit(fact.task_id, fact.position)
 
-    def next_batch(self, fact: BatchFormed) -> str | None:
+    def next_batch(self, fact: BatchFormed) -> Sequence[Fact] | str:
         final = len(fact.groups) < self.scheduler.settings.batch_groups
-        if final and self.scheduler.state.running:
+        if final and self.state.running:
             return "too few groups are complete, and the data has not ended: groups still run"
         self.data_ended = self.data_ended or final
-        self.scheduler.next_batch(final=final, learning_rate=fact.learning_rate)
-        return None
+        return self.scheduler.next_batch(final=final)
 
-    def drop(self, fact: Dropped) -> str | None:
+    def drop(self, fact: Dropped) -> Sequence[Fact] | str:
         match fact.reason:
-            case "stale":  # in a call for a batch, which, if it came to one, is recorded after all that were too old
-                self.scheduler.next_batch()
+            case "stale":  # in a call for a batch, which, if one was formed, is recorded after all that were stale
+                return self.scheduler.next_batch()
             case "data" | "cancelled":
-                self.scheduler.drop(fact.group, fact.reason)
+                return self.scheduler.drop(fact.group, fact.reason)
             case _:
                 return f"nobody outside drops a group with the reason {fact.reason}, and the scheduler does not here"
-        return None
 
 
-_CALLS: dict[type[Fact], Callable[[_Replay, Any], object]] = {
+_CALLS: dict[type[Fact], Callable[[_Replay, Any], Sequence[Fact] | str]] = {
     Started: _Replay.start,
     Admitted: _Replay.admit,
     Finished: lambda run, fact: run.scheduler.finished(fact.group, fact.member, fact.reward, dict(fact.tokens)),

@@ -21,11 +21,12 @@ from areal.controller import facts
 from areal.controller.facts import Completed, Fact, Finished
 from areal.controller.ledger import Ledger
 from areal.controller.reader import LedgerReader
-from areal.controller.scheduler import Scheduler, SchedulerSettings
+from areal.controller.scheduler import SchedulerSettings
 from areal.errors import ConfigError, LedgerError
 from areal.inspection import inspect, pieces, show
 from areal.run import RunFolder
 from areal.types import NOT_SAMPLED, EpisodeRecord, Trajectory
+from tests.controller.told import Told
 
 PROMPT, ANSWER = "<|im_start|>user\nwho?", [" the", " city", "é", "\x1b"]
 
@@ -49,7 +50,7 @@ class Run:
         )
         self.folder = RunFolder.create(config)
         self.ledger = Ledger.create(self.folder.ledger, inline=inline)
-        self.scheduler = Scheduler(SchedulerSettings.from_config(config), self._record)
+        self.scheduler = Told(SchedulerSettings.from_config(config), self._record)
         self.records: dict[tuple[int, int], EpisodeRecord] = {}
 
     def _record(self, fact: Fact) -> None:

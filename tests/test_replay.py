@@ -30,11 +30,12 @@ from areal.controller.facts import (
     Trained,
 )
 from areal.controller.ledger import Ledger
-from areal.controller.scheduler import Scheduler, SchedulerSettings
+from areal.controller.scheduler import SchedulerSettings
 from areal.errors import ConfigError, LedgerError
 from areal.replay import Difference, replay, replay_run
 from areal.run import RunFolder
 from tests.controller.test_scheduler import SchedulerMachine
+from tests.controller.told import Told
 
 FEW = hypothesis_settings(max_examples=30)
 
@@ -62,7 +63,7 @@ class Life:
 
     def __post_init__(self) -> None:
         self.facts: list[Fact] = []
-        self.scheduler = Scheduler(self.settings, self.facts.append)
+        self.scheduler = Told(self.settings, self.facts.append)
         self.scheduler.start()
 
     def run(self) -> list[Fact]:
@@ -111,9 +112,9 @@ class Life:
         """The disk has all but the last facts, whatever decision they belong to."""
         self.kills -= 1
         del self.facts[len(self.facts) - self.random.randint(0, 3) :]
-        self.scheduler = Scheduler(self.settings, self.facts.append)
+        self.scheduler = Told(self.settings, self.facts.append)
         for fact in self.facts:
-            self.scheduler.apply(fact)
+            self.scheduler.state.apply(fact)
         self.scheduler.start()
 
 
@@ -241,12 +242,12 @@ def test_a_batch_that_is_too_small(life: Life) -> None:
 @given(lives(), st.booleans())
 def test_an_admission_too_early(life: Life, mid: bool) -> None:
     """I1: wherever may_admit() said no."""
-    scheduler = Scheduler(life.settings, lambda fact: None)
+    scheduler = Told(life.settings, lambda fact: None)
     refused = []
     for index, fact in enumerate(life.facts):
         if not scheduler.may_admit():
             refused.append(index)
-        scheduler.apply(fact)
+        scheduler.state.apply(fact)
     assume(refused)
     index = life.random.choice(refused)
     number = 1 + max((fact.group for fact in life.facts[:index] if isinstance(fact, Admitted)), default=-1)
@@ -292,14 +293,14 @@ def test_a_fact_twice(life: Life, kind: type[Fact]) -> None:
 # -- by hand
 
 
-def finish(scheduler: Scheduler, group: int, rewards: tuple[float, ...] = (1.0, 0.0)) -> None:
+def finish(scheduler: Told, group: int, rewards: tuple[float, ...] = (1.0, 0.0)) -> None:
     for member, reward in enumerate(rewards):
         scheduler.finished(group, member, reward, {scheduler.state.version: 10})
 
 
-def begun(settings: SchedulerSettings = PLAIN) -> tuple[Scheduler, list[Fact]]:
+def begun(settings: SchedulerSettings = PLAIN) -> tuple[Told, list[Fact]]:
     facts: list[Fact] = []
-    scheduler = Scheduler(settings, facts.append)
+    scheduler = Told(settings, facts.append)
     scheduler.start()
     while scheduler.may_admit():
         scheduler.admit(f"task {scheduler.state.position}", scheduler.state.position)
@@ -326,7 +327,7 @@ def test_a_difference_says_what_where_and_why() -> None:
         "  group 0 (task 'task 0') complete; rewards 0: 1, 1: 0; tokens v0: 20",
     ]
     facts[8] = replace(facts[8], member=7)
-    assert "member 7 of group 1 is not out" in str(replay(facts, PLAIN))
+    assert "member 7 of group 1 is not running" in str(replay(facts, PLAIN))
     assert max(map(len, str(replay(facts, PLAIN)).splitlines())) < 800
     assert replay([], PLAIN) is None
 
@@ -363,7 +364,7 @@ def test_the_data_ends_once() -> None:
 def test_stale_groups_and_their_batch() -> None:
     settings = replace(PLAIN, max_staleness=0, batch_groups=1, last_version=9)
     facts: list[Fact] = []
-    scheduler = Scheduler(replace(settings, max_staleness=1), facts.append)  # so that old groups come about
+    scheduler = Told(replace(settings, max_staleness=1), facts.append)  # so that old groups come about
     scheduler.start()
     for position in range(2):
         scheduler.admit("task", position)

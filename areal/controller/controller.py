@@ -27,14 +27,15 @@ from areal.agents.journal import Journal
 from areal.config import Config
 from areal.controller.cluster import Cluster
 from areal.controller.evaluation import Evaluation, evaluate
-from areal.controller.facts import Admitted, Completed, Dropped, Fact, Finished, Trained
+from areal.controller.facts import Admitted, Completed, Fact, Trained
 from areal.controller.ledger import Ledger
+from areal.controller.log import RunLog
 from areal.controller.membership import Membership
 from areal.controller.report import Reporter
-from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal, name_of, run_episode
+from areal.controller.rollout import Agent, Failure, RolloutLoop, name_of, run_episode
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.controller.train import TrainLoop
-from areal.controller.watchdog import LoopWatch, Watchdog, spare_the_loop
+from areal.controller.watchdog import LoopWatch, Watchdog, spare_the_loop, waits_of
 from areal.data import Tasks, check, evaluation_tasks
 from areal.doctor import before_run
 from areal.errors import ArealError, root_cause
@@ -56,6 +57,7 @@ CHECKPOINT_ON_STOP_S = 4.0
 class Controller:
     """Starts servers and ranks, runs agents, trains. Use as `async with`; one run each."""
 
+    log: RunLog
     scheduler: Scheduler
     ledger: Ledger
     cluster: Cluster
@@ -65,7 +67,6 @@ class Controller:
         self.config = config
         self._workers = workers(config)
         self._stack = AsyncExitStack()
-        self._changed = Signal()
         self._rollouts = 0
         self._trains = False
         self._tasks: Tasks | None = None
@@ -86,7 +87,6 @@ class Controller:
 
     async def _start(self) -> Self:
         config = self.config
-        self.scheduler = Scheduler(SchedulerSettings.from_config(config), self._record)
         await asyncio.to_thread(self._workers.check)
         if config.data.train:
             self._tasks = await asyncio.to_thread(Tasks, None, config)
@@ -105,7 +105,9 @@ class Controller:
                 self.ledger = Ledger.create(self.folder.ledger, inline=inline)
                 stack.push_async_callback(self.ledger.close)
             stack.enter_context(self.folder.log_file())
-            await asyncio.to_thread(self._replay)
+            self.log = await asyncio.to_thread(RunLog, self.ledger)
+            self.scheduler = Scheduler(SchedulerSettings.from_config(config), self.log.state)
+            await asyncio.to_thread(self._replayed)
             metrics = await stack.enter_async_context(
                 Metrics(
                     self.folder.path,
@@ -119,8 +121,8 @@ class Controller:
             started = asyncio.get_running_loop().time()
             self._rollout = RolloutLoop(
                 self.scheduler,
+                self.log,
                 self.ledger,
-                self._changed,
                 self._training_episode,
                 members=config.group.size,
                 timeout_s=config.episode.timeout_s,
@@ -130,17 +132,18 @@ class Controller:
             # Of what is not training: all of it has deadlines of its own.
             self._beside = Watchdog(math.inf, self._describe_beside, lambda: not self._doing, stacks)
             self._first_group = self.scheduler.state.admitted  # that this controller admits
-            life = self.scheduler.start()
+            self.log.observers.append(self._observe)
+            self.log.commit(self.scheduler.start())
             loop_watch = None if inline else stack.enter_context(LoopWatch())
             saved = self.scheduler.state.checkpoint
             self.cluster = Cluster(
                 config,
                 self._workers,
                 self.folder.path,
-                life=life,
+                life=self.log.state.life,
                 version=saved.version if saved else 0,
                 checkpoint=self.folder.path / "checkpoints" / saved.path if saved else None,
-                on_serving=self.scheduler.serving,
+                on_serving=lambda version: self.log.commit(self.scheduler.serving(version)),
             )
             self._reporter = Reporter(
                 config, self.scheduler.state, self._rollout, self.cluster, self.folder, metrics, view, loop_watch
@@ -165,9 +168,9 @@ class Controller:
             self._steps = TrainLoop(
                 config,
                 self.scheduler,
+                self.log,
                 self.ledger,
                 self._rollout,
-                self._changed,
                 self.cluster,
                 self.folder,
                 background,
@@ -217,10 +220,8 @@ class Controller:
         """Label -> success share of each labelled evaluation, those before a resume too."""
         return dict(self.scheduler.state.success)
 
-    def _replay(self) -> None:
-        """Fold what the ledger has; nothing for a new run. A checkpoint that it does not name came to be too late."""
-        for fact in self.ledger.facts():
-            self.scheduler.apply(fact)
+    def _replayed(self) -> None:
+        """Delete checkpoints that the ledger does not name: they were completed too late."""
         saved = self.scheduler.state.checkpoint
         for step, path in self.folder.checkpoints().items():
             if saved is None or step > saved.version:
@@ -300,7 +301,7 @@ class Controller:
         success, mean = result.success, result.mean
         log.info("evaluated %d tasks%s, %s: success %.3f, mean reward %.3f", len(rows), failed, kind, success, mean)
         if label:
-            self.scheduler.evaluated(label, result.success)
+            self.log.commit(self.scheduler.evaluated(label, result.success))
         if not greedy:
             self._reporter.last_success = result.success
         return result
@@ -349,25 +350,20 @@ class Controller:
         journal = Journal(partial(self.ledger.append_call, group, member), recorded)
         return self.cluster.episode(group, member, task_id, sampling, agent, journal)
 
-    def _record(self, fact: Fact) -> None:
-        """Each fact of the scheduler: to the ledger, and to whoever waits for it."""
-        record = self._rollout.finished[fact.group][fact.member] if isinstance(fact, Finished) else None
-        self.ledger.append(fact, record)
-        if isinstance(fact, Dropped):
-            self._rollout.drop(fact.group)
+    def _observe(self, fact: Fact) -> None:
+        """Tells the watchdog of progress."""
         if isinstance(fact, Trained):
             self._completed = 0
         if isinstance(fact, Completed):
             self._completed += 1
-        # That many complete groups without a step are a livelock: each of them was dropped as too old.
+        # That many complete groups without a step are a livelock: each of them was dropped as stale.
         enough = self._completed <= self.config.train.batch_groups * (self.config.staleness.max + 2)
         woke = isinstance(fact, Admitted) and self._rollout.woken  # after an idle time a new wait begins
         if woke or (enough and isinstance(fact, Completed | Trained)):
             self._watchdog.progress()
-        self._changed.notify()
 
     def _describe(self) -> list[str]:
-        return [*self.scheduler.describe(), *self._describe_episodes(self._rollout.running.values())]
+        return [*waits_of(self.scheduler), *self._describe_episodes(self._rollout.running.values())]
 
     def _describe_beside(self) -> list[str]:
         lines = [what for what in self._doing if isinstance(what, str)]

@@ -37,7 +37,7 @@ from areal.controller.reader import (
     format_of,
 )
 from areal.errors import LedgerError
-from areal.types import EpisodeRecord
+from areal.types import Batch, EpisodeRecord, Group
 
 BACKLOG_BYTES = 64 << 20
 """Above this much that is not written yet, `ready` waits."""
@@ -257,6 +257,16 @@ class Ledger:
         """The calls of an unfinished episode that are on disk, in order."""
         self._flush()
         return self._reader.calls(group, member)
+
+    async def batch(self, formed: BatchFormed) -> Batch:
+        """The batch of `formed`, with the trajectories of its groups, once everything appended so far is on disk."""
+        await self.barrier()
+        groups = await asyncio.to_thread(lambda: tuple(map(self._group, formed.groups)))
+        return Batch(formed.batch, formed.from_version, groups)
+
+    def _group(self, number: int) -> Group:
+        episodes = self.episodes(number)
+        return Group(number, episodes[0].task_id, episodes)
 
     def episodes(self, group: int) -> tuple[EpisodeRecord, ...]:
         """All trajectories of a group that are on disk, by member. LedgerError as in `episode`."""

@@ -18,8 +18,10 @@ import numpy as np
 
 from areal.agents.episode import Episode
 from areal.agents.transcript import snapshot
+from areal.controller.facts import Dropped, Fact
 from areal.controller.ledger import Ledger
-from areal.controller.scheduler import BUDGET_OF, Scheduler, Verdict
+from areal.controller.log import RunLog
+from areal.controller.scheduler import Scheduler
 from areal.data import Tasks
 from areal.errors import (
     ArealError,
@@ -42,43 +44,25 @@ or its data ask may be overloaded. A time-out has waited already."""
 MAX_BACK_OFF_S = 30.0
 """The longest such wait."""
 IDLE_S = 1.0
+MESSAGE_LIMIT = 4000
 
 log = logging.getLogger("areal")
 
 Agent = Callable[[Episode, Task], Awaitable[float]]
 
 
-class Signal:
-    """Wakes whoever waits, each time something changed: `while not condition(): await signal.wait()`."""
-
-    def __init__(self) -> None:
-        self._waiters: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
-
-    def notify(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
-
-    async def wait(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters[waiter] = None
-        try:
-            await waiter
-        finally:
-            self._waiters.pop(waiter, None)
-
-
 @dataclass(slots=True)
 class Failure:
-    """Why one try of an episode ended without a reward. `kind` is what the scheduler counts it as."""
+    """Why one try of an episode ended without a reward. `kind` is what the scheduler counts it as. `message` goes on
+    record: masked, at most MESSAGE_LIMIT characters (the last ones), and without lone surrogates, which UTF-8 has
+    not."""
 
     kind: str
     message: str
     error: BaseException
 
     def __post_init__(self) -> None:
-        self.message = mask(self.message)  # the ledger keeps it
+        self.message = mask(self.message)[-MESSAGE_LIMIT:].encode("utf-8", "replace").decode()
 
     @property
     def summary(self) -> str:
@@ -182,51 +166,49 @@ def loss_tokens_by_version(record: EpisodeRecord) -> dict[int, int]:
 
 
 class RolloutLoop:
-    """Keeps as many groups running as the scheduler admits.
+    """Keeps as many groups running as the scheduler admits, and commits what becomes of their members.
 
     new_episode(group, member, task_id, name of the agent, first): makes the handle an agent gets; `first` says that it
-    may go on with what an earlier controller left of it.
-    finished: the records that open groups got from this controller, by group number and member; those of an earlier
-    one are in the ledger.
+    may reuse what an earlier life left of it.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
+        log: RunLog,
         ledger: Ledger,
-        changed: Signal,
         new_episode: Callable[[int, int, str, str, bool], Episode],
         *,
         members: int,
         timeout_s: float,
     ) -> None:
         self._scheduler = scheduler
+        self._log = log
         self._ledger = ledger
-        self._changed = changed
         self._new_episode = new_episode
         self._members = members
         self._timeout_s = timeout_s
         self.running: dict[tuple[int, int], Episode] = {}
-        self.finished: dict[int, dict[int, EpisodeRecord]] = {}
         self.exhausted = False
         self.woken = False
         """Whether the last task came after a time in which nothing ran (a service that was asked again)."""
         self._awaits_task = False
         self._groups: dict[int, asyncio.Task[None]] = {}
+        log.observers.append(self._observe)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs because the source of tasks has none for now (a service that nobody asks)."""
+        """Whether nothing runs because the source of tasks has none for now (a service that nobody uses)."""
         return self._awaits_task and not self.running
 
     async def run(self, agent: Agent, tasks: Tasks) -> None:
         """Go through the tasks; returns when they are used up and every group has ended.
 
-        Groups that another controller left unfinished go on first; one whose task came from a stream, which nobody
-        has any more, is dropped (reason "data").
+        Groups that an earlier life left unfinished are resumed first; one whose task came from a stream, which is gone,
+        is dropped (reason "data").
         """
         self.exhausted = False
-        state = self._scheduler.state
+        state, changed = self._log.state, self._log.changed
         async with asyncio.TaskGroup() as groups:
             unfinished = [group for group in state.open.values() if group.pending]
             rows: dict[int, Task] = {}
@@ -237,11 +219,11 @@ class RolloutLoop:
                     self._start(groups, agent, group.number, rows[group.position], group.pending)
                 else:
                     log.warning("group %d is dropped: its task %s cannot be had again", group.number, group.task_id)
-                    self._scheduler.drop(group.number, "data")
+                    self._log.commit(self._scheduler.drop(group.number, "data"))
             source = aiter(tasks)
             while True:
                 while not self._scheduler.may_admit():
-                    await self._changed.wait()
+                    await changed.wait()
                 await self._ledger.ready()
                 self._awaits_task = True
                 asked = asyncio.get_running_loop().time()
@@ -253,17 +235,17 @@ class RolloutLoop:
                 finally:
                     self._awaits_task = False
                 while not self._scheduler.may_admit():  # the servers may have changed while the source was asked
-                    await self._changed.wait()
-                number = self._scheduler.admit(task["id"], position)
+                    await changed.wait()
+                number = state.admitted
+                self._log.commit(self._scheduler.admit(task["id"], position))
                 self._start(groups, agent, number, task, range(self._members))
         self.exhausted = True
-        self._changed.notify()
+        changed.notify()
 
-    def drop(self, number: int) -> None:
-        """Cancel what still runs of a group that the scheduler dropped."""
-        if group := self._groups.get(number):
+    def _observe(self, fact: Fact) -> None:
+        """Cancel what still runs of a group that was dropped (I8)."""
+        if isinstance(fact, Dropped) and (group := self._groups.get(fact.group)):
             group.cancel()
-        self.finished.pop(number, None)
 
     def _start(self, groups: asyncio.TaskGroup, agent: Agent, number: int, task: Task, members: Iterable[int]) -> None:
         name = f"group {number}"
@@ -291,22 +273,21 @@ class RolloutLoop:
                 why = f"{name_of(agent)} returned a reward without having called the model: nothing to learn from"
                 outcome = Failure("agent", why, EpisodeError(why))
             if isinstance(outcome, EpisodeRecord):
-                self.finished.setdefault(number, {})[member] = outcome
-                verdict = self._scheduler.finished(number, member, outcome.reward, loss_tokens_by_version(outcome))
-                if verdict is Verdict.DROPPED:  # while this member was on its way to its end
-                    self.finished.pop(number, None)
+                counts = loss_tokens_by_version(outcome)
+                self._log.commit(self._scheduler.finished(number, member, outcome.reward, counts), outcome)
                 return
             log.warning("episode %d.%d (task %s) failed: %s", number, member, task["id"], outcome.summary)
             tries += 1
-            verdict = self._scheduler.failed(number, member, outcome.kind, outcome.message, episode.tokens)
-            if verdict is Verdict.END_RUN:
-                budget = BUDGET_OF[outcome.kind]
+            kind = outcome.kind
+            self._log.commit(self._scheduler.failed(number, member, kind, outcome.message, episode.tokens))
+            if budget := self._scheduler.spent_budget():
                 limit = self._scheduler.settings.failures[budget]
                 raise TooManyFailures(
                     f"more than failures.{budget}={limit} episodes failed without one that finished; the last "
-                    f"({outcome.kind}, task {task['id']!r}):\n{outcome.message}"
+                    f"({kind}, task {task['id']!r}):\n{outcome.message}"
                 ) from outcome.error
-            if verdict is not Verdict.RETRY:
+            group = self._log.state.open.get(number)
+            if group is None or member not in group.pending:
                 return
-            if back_off := BACK_OFF_S.get(outcome.kind):
+            if back_off := BACK_OFF_S.get(kind):
                 await asyncio.sleep(min(back_off * 2 ** min(tries - 1, 10), MAX_BACK_OFF_S))

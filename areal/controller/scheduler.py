@@ -1,21 +1,20 @@
 """The pure core: decides which groups start, end and are trained. No I/O, no clock, no asyncio, no randomness.
 
-`State` is the fold of the facts and knows no policy; `Scheduler` is the policy. Each of its methods decides, turns
-the decision into facts, and folds and records each. Folding recorded facts again gives the same state.
+Every method looks at the state, decides, and returns the decision as facts; it changes nothing. `RunLog.commit` makes
+the facts happen, and folding the recorded facts of a run again gives the same state.
 
 I1  A group is admitted only while floor((N - 1) / B) <= v + eta.
 I2  No token older than eta steps is in the loss of a batch.
 I3  Every admitted group is in exactly one of: trained, dropped (counted by reason), open.
 I4  A group is in one batch at most, and a batch is trained once.
-Memory holds open groups only; ended ones are counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 from areal.config import Config
@@ -45,8 +44,6 @@ BUDGET_OF = {
     "data": "data",
 }
 """Kind of failure -> the budget (a setting of `failures`) that it counts against."""
-_MESSAGE_LIMIT = 4000
-_DESCRIBED_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,43 +77,24 @@ class SchedulerSettings:
         )
 
 
-class Verdict(Enum):
-    """What the end of one episode means for the caller."""
-
-    WAIT = "other members of the group are still out"
-    READY = "the group is complete: a batch may be possible"
-    RETRY = "start the member again"
-    DROPPED = "the group is dropped: cancel its other members (I8)"
-    END_RUN = "too many failures in a row: end the run; the group stays open (I9)"
-
-
 class Scheduler:
-    """Events in, decisions out. `record` gets each fact right after it is folded into `state`."""
+    """Reads `state`, which belongs to the caller, and never writes it. The facts that a method returns describe one
+    decision: commit all of them before the next call."""
 
-    def __init__(self, settings: SchedulerSettings, record: Callable[[Fact], None]) -> None:
+    def __init__(self, settings: SchedulerSettings, state: State) -> None:
         self.settings = settings
-        self.state = State()
-        self._record = record
-
-    def apply(self, fact: Fact) -> None:
-        """Fold a fact of an earlier life. It is not recorded again."""
-        self.state.apply(fact)
-
-    def _happened(self, fact: Fact) -> None:
-        self.state.apply(fact)
-        self._record(fact)
+        self.state = state
 
     # -- groups
 
-    def start(self) -> int:
-        """A controller takes the run over (after a replay, if any). Returns its life, counted from 0."""
-        self._happened(Started(self.state.life + 1))
-        for group in [g for g in self.state.open.values() if not g.ready]:  # a crash can part an end from what follows
-            if group.members - len(group.gave_up) < min(self.settings.min_members, group.members):
-                self._drop(group.number, "lost")
-            elif not group.pending:
-                self._settle(group)
-        return self.state.life
+    def start(self) -> list[Fact]:
+        """A controller takes over the run: the next life begins. A kill may have separated the end of an episode from
+        what follows from it, which is decided now."""
+        facts: list[Fact] = [Started(self.state.life + 1)]
+        for group in self.state.open.values():
+            if not group.ready:
+                facts += [Dropped(group.number, "lost")] if self._is_hopeless(group) else self._settled(group)
+        return facts
 
     def may_admit(self) -> bool:
         """I1 (paper, eq. 3), and no group that could not be trained by `last_version`."""
@@ -128,23 +106,21 @@ class Scheduler:
         steps_left = settings.last_version - state.version - (state.batch is not None)
         return len(state.open) - in_batch < steps_left * settings.batch_groups
 
-    def admit(self, task_id: str, position: int) -> int:
-        """Start a group for the task at `position` of the data. Returns its number, counted from 0."""
+    def admit(self, task_id: str, position: int) -> list[Fact]:
+        """Start a group, numbered from 0, for the task at `position` of the data."""
         if not self.may_admit():
             raise ValueError(f"task {task_id!r} may not start now (I1): ask may_admit() first")
-        number = self.state.admitted
-        self._happened(Admitted(number, task_id, position, self.settings.group_size))
-        return number
+        return [Admitted(self.state.admitted, task_id, position, self.settings.group_size)]
 
-    def finished(self, group: int, member: int, reward: float, tokens: Mapping[int, int]) -> Verdict:
+    def finished(self, group: int, member: int, reward: float, tokens: Mapping[int, int]) -> list[Fact]:
         """A member ended with `reward`. tokens: version -> number of its loss tokens.
 
-        A member of a group that is dropped already changes nothing. ValueError for a reward that is not finite, a
-        version that does not exist yet, or a member that was not out.
+        Nothing follows for a group that was dropped meanwhile. Raises ValueError for a reward that is not finite, a
+        version that does not exist yet, or a member that is not running.
         """
-        opened = self._member(group, member)
+        opened = self._group_of(group, member)
         if opened is None:
-            return Verdict.DROPPED
+            return []
         if not math.isfinite(reward):
             raise ValueError(f"reward {reward} of group {group}, member {member}: a reward must be a finite number")
         counts = tuple(sorted((int(version), int(count)) for version, count in tokens.items() if count))
@@ -153,160 +129,134 @@ class Scheduler:
                 f"group {group}, member {member} has tokens of versions {counts[0][0]} to "
                 f"{counts[-1][0]}, but the run has 0 to {self.state.version} (I6)"
             )
-        self._happened(Finished(group, member, float(reward), counts))
-        return self._settle(opened)
+        fact = Finished(group, member, float(reward), counts)
+        return [fact, *self._settled(opened.after(fact))]
 
-    def failed(self, group: int, member: int, kind: str, message: str, tokens: int = 0) -> Verdict:
-        """A try of a member failed after `tokens` sampled tokens. kind: a key of BUDGET_OF; the reason if the group is
-        dropped.
+    def failed(self, group: int, member: int, kind: str, message: str, tokens: int = 0) -> list[Fact]:
+        """A try of a member failed after `tokens` sampled tokens. kind: a key of BUDGET_OF, and the reason if the group
+        is dropped for it.
 
-        A failure is retried, then given up; it never becomes a reward (I9).
+        A failure is retried, then given up; it never becomes a reward (I9). The member runs again if it is still
+        pending afterwards, unless `spent_budget` ends the run.
         """
-        opened = self._member(group, member)
+        opened = self._group_of(group, member)
         if opened is None:
-            return Verdict.DROPPED
-        # Lone surrogates, which a decoded traceback may have, cannot be written as UTF-8.
-        text = message[-_MESSAGE_LIMIT:].encode("utf-8", "replace").decode()
-        self._happened(Failed(group, member, kind, text, tokens))
-        budget = BUDGET_OF[kind]
-        in_a_row = sum(n for other, n in self.state.failures_in_a_row.items() if BUDGET_OF[other] == budget)
-        if in_a_row > self.settings.failures[budget]:
-            return Verdict.END_RUN
-        if opened.failures[member] <= self.settings.retries:
-            return Verdict.RETRY
-        self._happened(GaveUp(group, member))
-        if opened.members - len(opened.gave_up) < min(self.settings.min_members, opened.members):
-            return self._drop(group, kind)
-        return self._settle(opened)
+            return []
+        fact = Failed(group, member, kind, message, tokens)
+        opened = opened.after(fact)
+        in_a_row = Counter(self.state.failures_in_a_row)
+        in_a_row[kind] += 1
+        if self._is_spent(BUDGET_OF[kind], in_a_row) or opened.failures[member] <= self.settings.retries:
+            return [fact]
+        given_up = GaveUp(group, member)
+        opened = opened.after(given_up)
+        end = [Dropped(group, kind)] if self._is_hopeless(opened) else self._settled(opened)
+        return [fact, given_up, *end]
 
-    def drop(self, group: int, reason: str) -> None:
-        """Drop a group for a reason outside ("cancelled", "data"). Nothing happens if it has ended already."""
+    def spent_budget(self) -> str | None:
+        """The budget that more failures in a row have used up than it allows: the run must end (I9)."""
+        in_a_row = self.state.failures_in_a_row
+        return next((budget for budget in self.settings.failures if self._is_spent(budget, in_a_row)), None)
+
+    def drop(self, group: int, reason: str) -> list[Fact]:
+        """Drop a group for a reason outside ("cancelled", "data"). Nothing follows if it has ended already."""
         self._check_admitted(group)
         if self.state.batch and group in self.state.batch.groups:
             raise ValueError(f"group {group} is in batch {self.state.batch.batch}: it can only be trained")
-        if group in self.state.open:
-            self._drop(group, reason)
+        return [Dropped(group, reason)] if group in self.state.open else []
 
-    def _drop(self, group: int, reason: str) -> Verdict:
-        self._happened(Dropped(group, reason))
-        return Verdict.DROPPED
+    def _is_spent(self, budget: str, in_a_row: Mapping[str, int]) -> bool:
+        return sum(n for kind, n in in_a_row.items() if BUDGET_OF[kind] == budget) > self.settings.failures[budget]
 
-    def _settle(self, group: OpenGroup) -> Verdict:
-        """The fate of a group after one of its members finished or was given up."""
+    def _is_hopeless(self, group: OpenGroup) -> bool:
+        """Whether fewer members than `min_members` can still finish (I8)."""
+        return group.members - len(group.gave_up) < min(self.settings.min_members, group.members)
+
+    def _settled(self, group: OpenGroup) -> list[Fact]:
+        """What follows once no member of the group is pending."""
         if group.pending:
-            return Verdict.WAIT
+            return []
         if not group.tokens:
-            return self._drop(group.number, "empty")
+            return [Dropped(group.number, "empty")]
         if self.settings.uniform == "replace" and len(set(group.rewards.values())) == 1:
-            return self._drop(group.number, "uniform")
-        self._happened(Completed(group.number))
-        return Verdict.READY
+            return [Dropped(group.number, "uniform")]
+        return [Completed(group.number)]
 
     def _check_admitted(self, group: int) -> None:
         if not 0 <= group < self.state.admitted:
             raise ValueError(f"group {group} was never admitted: the last one is {self.state.admitted - 1}")
 
-    def _member(self, group: int, member: int) -> OpenGroup | None:
+    def _group_of(self, group: int, member: int) -> OpenGroup | None:
         self._check_admitted(group)
         opened = self.state.open.get(group)
         if opened is not None and member not in opened.pending:
-            raise ValueError(f"member {member} of group {group} is not out: waited for {opened.pending or 'none'}")
+            raise ValueError(f"member {member} of group {group} is not running; pending: {opened.pending or 'none'}")
         return opened
 
     # -- batches
 
-    def next_batch(self, *, final: bool = False, learning_rate: float = 0.0) -> BatchFormed | None:
-        """The next B complete groups, lowest number first, or None while there are too few or a batch is open. With
-        late = "wait" they are the B lowest open ones, waited for, so that I1 implies I2.
+    def next_batch(self, *, final: bool = False) -> list[Fact]:
+        """The next B complete groups, lowest number first; no BatchFormed while there are too few or a batch is open.
+        With late = "wait" they are the B lowest open groups, waited for, so that I1 implies I2.
 
-        Groups that are too old are dropped on the way (I2). `final`: no other group will ever become complete, so
-        fewer than B may do. learning_rate: of the step, should it come to one.
+        Groups that are too stale are dropped on the way (I2). `final`: no other group will ever become complete, so
+        that fewer than B may do.
         """
         settings, state = self.settings, self.state
         if state.batch is not None or state.version >= settings.last_version:
-            return None
+            return []
         oldest = max(0, state.version - settings.max_staleness)
+        facts: list[Fact] = []
         chosen: list[OpenGroup] = []
         candidates = list(state.open.values())
         if settings.late == "wait":
             candidates = candidates[: settings.batch_groups]
             if not all(group.ready for group in candidates):
-                return None
+                return []
         for group in [g for g in candidates if g.ready]:
-            if self._too_old(group, oldest):
-                self._drop(group.number, "stale")
+            if self._is_stale(group, oldest):
+                facts.append(Dropped(group.number, "stale"))
             else:
                 chosen.append(group)
                 if len(chosen) == settings.batch_groups:
                     break
         if not chosen or (len(chosen) < settings.batch_groups and not final):
-            return None
+            return facts
         masked = sum(count for g in chosen for version, count in g.tokens.items() if version < oldest)
         # One step per version and no batch is ever taken back: the version numbers the batch.
         numbers = tuple(g.number for g in chosen)
-        batch = BatchFormed(state.version, state.version, numbers, oldest, masked, learning_rate)
-        self._happened(batch)
-        return batch
+        return [*facts, BatchFormed(state.version, state.version, numbers, oldest, masked)]
 
-    def _too_old(self, group: OpenGroup, oldest: int) -> bool:
+    def _is_stale(self, group: OpenGroup, oldest: int) -> bool:
         return (max(group.tokens) if self.settings.late == "mask" else min(group.tokens)) < oldest
 
-    def trained(self, batch: int) -> int:
-        """The step of the open batch is done. Returns the new version."""
+    def trained(self, batch: int) -> list[Fact]:
+        """The step of the open batch is done."""
         if self.state.batch is None or self.state.batch.batch != batch:
             raise ValueError(f"batch {batch} is not the open one ({self.state.batch}): it counts once (I4)")
-        self._happened(Trained(batch, self.state.version + 1))
-        return self.state.version
+        return [Trained(batch, self.state.version + 1)]
 
     # -- weights
 
-    def published(self, version: int) -> None:
+    def published(self, version: int) -> list[Fact]:
         """`version` reached the servers."""
         self._check_version(version)
-        self._happened(Published(version))
+        return [Published(version)]
 
-    def serving(self, version: int) -> None:
-        """`version` is now the lowest of any server that takes requests."""
+    def serving(self, version: int) -> list[Fact]:
+        """`version` is now the lowest of any server that accepts requests."""
         self._check_version(version)
-        if version != self.state.serving:
-            self._happened(Serving(version))
+        return [Serving(version)] if version != self.state.serving else []
 
-    def checkpointed(self, version: int, path: str) -> None:
+    def checkpointed(self, version: int, path: str) -> list[Fact]:
         """A checkpoint of `version` is complete at `path`."""
         self._check_version(version)
-        self._happened(Checkpointed(version, path))
+        return [Checkpointed(version, path)]
 
-    def evaluated(self, label: str, success: float) -> None:
+    def evaluated(self, label: str, success: float) -> list[Fact]:
         """An evaluation ended. NaN (no episode finished) is not recorded."""
-        if math.isfinite(success):
-            self._happened(Evaluated(label, success))
+        return [Evaluated(label, success)] if math.isfinite(success) else []
 
     def _check_version(self, version: int) -> None:
         if not 0 <= version <= self.state.version:
             raise ValueError(f"version {version} does not exist: the run is at {self.state.version}")
-
-    # -- what is waited for
-
-    def describe(self) -> list[str]:
-        """What the run waits for, a line each, for the watchdog (I7)."""
-        state = self.state
-        lines = []
-        if state.batch is not None:
-            groups = state.batch.groups
-            lines.append(f"training of batch {state.batch.batch} ({len(groups)} groups) from version {state.version}")
-        if state.serving < state.version:
-            lines.append(f"servers at version {state.serving}, trained is {state.version}")
-        ready = sum(g.ready for g in state.open.values()) - (len(state.batch.groups) if state.batch else 0)
-        lines.append(
-            f"a batch needs {self.settings.batch_groups} groups: {ready} complete, {state.running} running, "
-            f"another {'may' if self.may_admit() else 'may not'} start"
-        )
-        waiting = [group for group in state.open.values() if not group.ready]
-        for group in waiting[:_DESCRIBED_GROUPS]:
-            members = ", ".join(
-                f"{m} (failed {group.failures[m]}x)" if m in group.failures else str(m) for m in group.pending
-            )
-            lines.append(f"group {group.number} (task {group.task_id!r}) waits for member {members}")
-        if len(waiting) > _DESCRIBED_GROUPS:
-            lines.append(f"and {len(waiting) - _DESCRIBED_GROUPS} more groups")
-        return lines

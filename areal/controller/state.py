@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from areal.controller.facts import (
     Admitted,
@@ -22,29 +23,44 @@ from areal.controller.facts import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group that is neither trained nor dropped."""
+    """A group that is neither trained nor dropped. `after` gives it as a fact leaves it."""
 
     number: int
     task_id: str
     position: int
     members: int
-    rewards: dict[int, float] = field(default_factory=dict)
+    rewards: Mapping[int, float] = field(default_factory=dict)
     """Of the members that finished."""
-    tokens: dict[int, int] = field(default_factory=dict)
+    tokens: Mapping[int, int] = field(default_factory=dict)
     """Loss tokens of the members that finished, by version."""
-    failures: dict[int, int] = field(default_factory=dict)
+    failures: Mapping[int, int] = field(default_factory=dict)
     """Failed tries, by member."""
-    failed_tokens: dict[int, int] = field(default_factory=dict)
+    failed_tokens: Mapping[int, int] = field(default_factory=dict)
     """Sampled tokens of the last failed try, by member."""
-    gave_up: set[int] = field(default_factory=set)
+    gave_up: frozenset[int] = frozenset()
     ready: bool = False
 
     @property
     def pending(self) -> list[int]:
         """Members that have neither finished nor been given up: those to run, or running."""
         return [m for m in range(self.members) if m not in self.rewards and m not in self.gave_up]
+
+    def after(self, fact: Finished | Failed | GaveUp | Completed) -> OpenGroup:
+        match fact:
+            case Finished():
+                tokens = dict(self.tokens)
+                for version, count in fact.tokens:
+                    tokens[version] = tokens.get(version, 0) + count
+                return replace(self, rewards={**self.rewards, fact.member: fact.reward}, tokens=tokens)
+            case Failed():
+                failures = {**self.failures, fact.member: self.failures.get(fact.member, 0) + 1}
+                return replace(self, failures=failures, failed_tokens={**self.failed_tokens, fact.member: fact.tokens})
+            case GaveUp():
+                return replace(self, gave_up=self.gave_up | {fact.member})
+            case Completed():
+                return replace(self, ready=True)
 
 
 @dataclass(slots=True)
@@ -119,24 +135,18 @@ class State:
                 self.admitted += 1
                 self.position = max(self.position, fact.position + 1)
             case Finished():
-                group = self.open[fact.group]
-                group.rewards[fact.member] = fact.reward
-                for version, count in fact.tokens:
-                    group.tokens[version] = group.tokens.get(version, 0) + count
+                self.open[fact.group] = self.open[fact.group].after(fact)
                 self.finished += 1
                 self.failures_in_a_row.clear()
             case Failed():
-                group = self.open[fact.group]
-                group.failures[fact.member] = group.failures.get(fact.member, 0) + 1
+                self.open[fact.group] = self.open[fact.group].after(fact)
                 self.failures[fact.kind] = self.failures.get(fact.kind, 0) + 1
                 self.failures_in_a_row[fact.kind] = self.failures_in_a_row.get(fact.kind, 0) + 1
-                group.failed_tokens[fact.member] = fact.tokens
             case GaveUp():
-                group = self.open[fact.group]
-                group.gave_up.add(fact.member)
+                group = self.open[fact.group] = self.open[fact.group].after(fact)
                 self.lost.add(1, group.failed_tokens.get(fact.member, 0))
             case Completed():
-                self.open[fact.group].ready = True
+                self.open[fact.group] = self.open[fact.group].after(fact)
             case Dropped():
                 group = self.open.pop(fact.group)
                 if fact.reason != "uniform":

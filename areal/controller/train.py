@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from areal.algorithms.batching import build_request, learning_rate
 from areal.config import Config
 from areal.controller.cluster import Cluster
+from areal.controller.facts import BatchFormed
 from areal.controller.ledger import Ledger
-from areal.controller.rollout import RolloutLoop, Signal
+from areal.controller.log import RunLog
+from areal.controller.rollout import RolloutLoop
 from areal.controller.scheduler import Scheduler
 from areal.controller.weights import PublishStats
 from areal.errors import TrainerError, VersionConflict
 from areal.run import RunFolder
-from areal.types import Batch, Group, TrainRequest, TrainStats
+from areal.types import Batch, TrainRequest, TrainStats
 
 log = logging.getLogger("areal")
 
@@ -37,9 +39,9 @@ class TrainLoop:
         self,
         config: Config,
         scheduler: Scheduler,
+        log: RunLog,
         ledger: Ledger,
         rollout: RolloutLoop,
-        changed: Signal,
         cluster: Cluster,
         folder: RunFolder,
         background: asyncio.TaskGroup,
@@ -47,14 +49,14 @@ class TrainLoop:
     ) -> None:
         self.config = config
         self.scheduler = scheduler
+        self._log = log
         self.ledger = ledger
         self.cluster = cluster
         self.folder = folder
         self._rollout = rollout
-        self._changed = changed
         self._background = background
         self._repeated = repeated
-        cluster.weights.on_owing = changed.notify
+        cluster.weights.on_owing = log.changed.notify
         self._request: TrainRequest | None = None
         self._writing: asyncio.Task[None] | None = None
         self._restarts = 0
@@ -68,41 +70,34 @@ class TrainLoop:
 
     async def next_batch(self) -> Batch | None:
         """Wait for the next batch, on disk. None at the last step and when the data is used up."""
-        formed = self.scheduler.state.batch  # of an earlier controller, which did not come to its end
-        while formed is None:
-            rate = learning_rate(self.scheduler.state.version, self.config)
-            formed = self.scheduler.next_batch(final=self._rollout.exhausted, learning_rate=rate)
-            if formed:
+        state = self._log.state
+        while state.batch is None:  # else one that an earlier life formed and did not finish
+            facts = self.scheduler.next_batch(final=self._rollout.exhausted)
+            if facts and isinstance(formed := facts[-1], BatchFormed):
+                facts[-1] = replace(formed, learning_rate=learning_rate(state.version, self.config))
+            self._log.commit(facts)
+            if state.batch:
                 break
-            if self._rollout.exhausted or self.scheduler.state.version >= self.scheduler.settings.last_version:
+            if self._rollout.exhausted or state.version >= self.scheduler.settings.last_version:
                 return None
             if self.cluster.weights.owing:  # without that server there may never be a batch
                 await self._with_ranks(self.cluster.weights.catch_up)
                 continue
-            await self._changed.wait()
-        await self.ledger.barrier()
-        groups = []
-        for number in formed.groups:
-            here = self._rollout.finished.pop(number, {})
-            if len(here) == len(self.scheduler.state.open[number].rewards):
-                episodes = tuple(here[member] for member in sorted(here))
-                groups.append(Group(number, episodes[0].task_id, episodes))
-            else:  # begun by an earlier controller
-                groups.append(self._recorded(number))
-        return Batch(formed.batch, formed.from_version, tuple(groups))
+            await self._log.changed.wait()
+        return await self.ledger.batch(state.batch)
 
     async def train(self, batch: Batch) -> TrainStats:
         """Take the step of `batch`. Raises TrainerError when the ranks fail, and fail again."""
         formed = self.scheduler.state.batch
         assert formed  # its rate: settings may have changed since an earlier controller formed it
         stats = await self._with_ranks(partial(self._train_step, batch, formed.learning_rate))
-        self.scheduler.trained(batch.id)
+        self._log.commit(self.scheduler.trained(batch.id))
         return stats
 
     async def publish(self, version: int) -> PublishStats:
         """Bring the ranks' weights to the servers. Raises PublishError, TrainerError."""
         published = await self._with_ranks(partial(self.cluster.weights.publish, version))
-        self.scheduler.published(version)
+        self._log.commit(self.scheduler.published(version))
         return published
 
     async def checkpoint_if_due(self) -> None:
@@ -142,7 +137,7 @@ class TrainLoop:
         request, open_batch = self._request, self.scheduler.state.batch
         if request and open_batch and request.batch_id == open_batch.batch:
             stats = await self.cluster.trainer.train(request)
-            self.scheduler.trained(request.batch_id)
+            self._log.commit(self.scheduler.trained(request.batch_id))
             self._request, self.cluster.held = None, stats.version
 
     async def _with_ranks(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -186,7 +181,7 @@ class TrainLoop:
                 raise
             log.warning("the checkpoint of step %d was lost with its rank: %s", version, error)
             return
-        self.scheduler.checkpointed(version, self.folder.checkpoint(version).name)
+        self._log.commit(self.scheduler.checkpointed(version, self.folder.checkpoint(version).name))
         await self.ledger.barrier()
         await asyncio.to_thread(self.folder.prune)
 
@@ -212,11 +207,7 @@ class TrainLoop:
         for formed in list(state.repeatable):
             if formed.from_version < (self.cluster.held or 0):
                 continue
-            batch = Batch(formed.batch, formed.from_version, tuple(map(self._recorded, formed.groups)))
+            batch = await self.ledger.batch(formed)
             stats = await self._train_step(batch, formed.learning_rate)
             self._repeated(stats.version, {"repeated": True, "train": asdict(stats)})
             log.info("repeated step %d of %d: loss %.6g", stats.version, state.version, stats.loss)
-
-    def _recorded(self, number: int) -> Group:
-        episodes = self.ledger.episodes(number)
-        return Group(number, episodes[0].task_id, episodes)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from areal.controller.scheduler import Scheduler
 from areal.errors import Stalled
 
 FIRST_WORD_S = 45.0
@@ -31,7 +32,35 @@ COLLECT_EVERY = 10_000
 """New objects after which Python looks for cycles among the youngest; 700 by default. A request makes 90 and its answer
 some hundreds, and all of them go without a cycle."""
 
+DESCRIBED_GROUPS = 8
+"""Groups that `waits_of` names one by one."""
+
 log = logging.getLogger("areal")
+
+
+def waits_of(scheduler: Scheduler) -> list[str]:
+    """What the run waits for, one line each, as far as its state says (I7)."""
+    state, settings = scheduler.state, scheduler.settings
+    lines = []
+    if state.batch is not None:
+        groups = state.batch.groups
+        lines.append(f"training of batch {state.batch.batch} ({len(groups)} groups) from version {state.version}")
+    if state.serving < state.version:
+        lines.append(f"servers at version {state.serving}, trained is {state.version}")
+    ready = sum(g.ready for g in state.open.values()) - (len(state.batch.groups) if state.batch else 0)
+    lines.append(
+        f"a batch needs {settings.batch_groups} groups: {ready} complete, {state.running} running, "
+        f"another {'may' if scheduler.may_admit() else 'may not'} start"
+    )
+    waiting = [group for group in state.open.values() if not group.ready]
+    for group in waiting[:DESCRIBED_GROUPS]:
+        members = ", ".join(
+            f"{m} (failed {group.failures[m]}x)" if m in group.failures else str(m) for m in group.pending
+        )
+        lines.append(f"group {group.number} (task {group.task_id!r}) waits for member {members}")
+    if len(waiting) > DESCRIBED_GROUPS:
+        lines.append(f"and {len(waiting) - DESCRIBED_GROUPS} more groups")
+    return lines
 
 
 class Watchdog:

@@ -36,6 +36,7 @@ from areal.agents.episode import Episode
 from areal.config import Config
 from areal.controller.controller import Controller
 from areal.controller.reader import LedgerReader
+from areal.controller.watchdog import waits_of
 from areal.errors import (
     ArealError,
     ConfigError,
@@ -287,7 +288,7 @@ class Simulation:
             self.outcome.happened[f"dropped: {reason}"] += count
 
     def _waits(self) -> str:
-        return "; ".join(self._controller.scheduler.describe()) if self._controller else "its start"
+        return "; ".join(waits_of(self._controller.scheduler)) if self._controller else "its start"
 
     def _abandon(self, loop: VirtualLoop) -> None:
         """What SIGKILL does: nothing of the life goes on, and what the ledger had not written is lost."""

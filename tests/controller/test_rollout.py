@@ -14,9 +14,10 @@ from areal.agents.episode import Episode
 from areal.agents.journal import Journal
 from areal.config import Config
 from areal.controller import rollout
-from areal.controller.facts import Dropped, Fact, Failed, Finished
+from areal.controller.facts import Dropped, Fact, Failed, Finished, encode
 from areal.controller.ledger import Ledger
-from areal.controller.rollout import RolloutLoop, Signal
+from areal.controller.log import RunLog
+from areal.controller.rollout import RolloutLoop
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.data import Tasks
 from areal.errors import DataError, EpisodeError, RewardError, ServerLost, TooManyFailures
@@ -29,23 +30,18 @@ class World:
     def __init__(self, folder: Path, *settings: str) -> None:
         self.config = Config.load(["train.batch_groups=2", "group.size=2", "train.steps=4", *settings])
         self.facts: list[Fact] = []
-        self.changed = Signal()
-        self.scheduler = Scheduler(SchedulerSettings.from_config(self.config), self.record)
         self.ledger = Ledger.create(folder / "ledger")
+        self.log = RunLog(self.ledger)
+        self.log.observers.append(self.facts.append)
+        self.scheduler = Scheduler(SchedulerSettings.from_config(self.config), self.log.state)
         self.loop = RolloutLoop(
             self.scheduler,
+            self.log,
             self.ledger,
-            self.changed,
             self.episode,
             members=self.config.group.size,
             timeout_s=self.config.episode.timeout_s,
         )
-
-    def record(self, fact: Fact) -> None:
-        self.facts.append(fact)
-        if isinstance(fact, Dropped):
-            self.loop.drop(fact.group)
-        self.changed.notify()
 
     def episode(self, group: int, member: int, task_id: str, agent: str, first: bool) -> Episode:
         return Episode(
@@ -189,7 +185,6 @@ async def test_i8_members_of_a_hopeless_group_are_cancelled(world: World) -> Non
 
     await world.run(agent, tasks(2))
     assert sorted(cancelled) == [0, 1]
-    assert world.loop.finished == {}
     assert world.scheduler.state.dropped == {"server": 2}
     assert not world.loop.running
 
@@ -212,7 +207,6 @@ async def test_a_member_that_ends_when_its_group_was_just_dropped_leaves_nothing
     await world.run(agent, tasks(2))
     assert world.scheduler.state.dropped == {"agent": 2}
     assert not world.of(Finished)
-    assert world.loop.finished == {}
 
 
 @pytest.mark.parametrize("world", [["data.epochs=1"]], indirect=True)
@@ -518,10 +512,9 @@ async def test_i4_a_run_that_goes_on_runs_only_what_is_left(world: World) -> Non
     """Members that had finished stay; a task that its source cannot give again drops its group (a live service)."""
     scheduler = world.scheduler
     for number in range(2):
-        scheduler.admit(f"t{number}", number)
-    world.loop.finished[0] = {}
-    scheduler.finished(0, 1, 0.25, {0: 3})
-    scheduler.start()
+        world.log.commit(scheduler.admit(f"t{number}", number))
+    world.log.commit(scheduler.finished(0, 1, 0.25, {0: 3}))
+    world.log.commit(scheduler.start())
 
     async def agent(episode: Episode, task: Task) -> float:
         await ask(episode)
@@ -530,3 +523,9 @@ async def test_i4_a_run_that_goes_on_runs_only_what_is_left(world: World) -> Non
     await world.run(agent, tasks(3))
     ends = [(f.group, f.member, f.reward) for f in world.of(Finished)]
     assert sorted(ends) == [(0, 0, 1.0), (0, 1, 0.25), (1, 0, 1.0), (1, 1, 1.0), (2, 0, 1.0), (2, 1, 1.0)]
+
+
+async def test_a_long_or_unprintable_failure_message_can_be_recorded() -> None:
+    failure = rollout.Failure("agent", "x" * 100_000 + "last line \udc80", ValueError())
+    assert failure.message.endswith("last line ?")
+    assert len(encode(Failed(0, 0, "agent", failure.message))) < 5000

@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from areal.config import Config
 from areal.controller import facts
-from areal.controller.facts import BatchFormed, Completed, Dropped, Fact, Failed, GaveUp
-from areal.controller.scheduler import Scheduler, SchedulerSettings, Verdict
+from areal.controller.facts import BatchFormed, Completed, Dropped, Fact, Failed, Finished, GaveUp
+from areal.controller.scheduler import SchedulerSettings
+from areal.controller.watchdog import waits_of
+from tests.controller.told import Told
 
 PLAIN = SchedulerSettings(
     batch_groups=2,
@@ -27,33 +29,33 @@ PLAIN = SchedulerSettings(
 )
 
 
-def make(**changes) -> tuple[Scheduler, list[Fact]]:
+def make(**changes) -> tuple[Told, list[Fact]]:
     log: list[Fact] = []
-    return Scheduler(replace(PLAIN, **changes), log.append), log
+    return Told(replace(PLAIN, **changes), log.append), log
 
 
-def replayed(scheduler: Scheduler, log: list[Fact]) -> Scheduler:
-    again = Scheduler(scheduler.settings, log.append)
+def replayed(scheduler: Told, log: list[Fact]) -> Told:
+    again = Told(scheduler.settings, log.append)
     for fact in [facts.decode(facts.encode(fact)) for fact in log]:
-        again.apply(fact)
+        again.state.apply(fact)
     return again
 
 
-def admit_all(scheduler: Scheduler) -> list[int]:
+def admit_all(scheduler: Told) -> list[int]:
     numbers = []
     while scheduler.may_admit():
         numbers.append(scheduler.admit(f"task {scheduler.state.position}", scheduler.state.position))
     return numbers
 
 
-def finish(scheduler: Scheduler, group: int, versions=(0,), rewards=(1.0, 0.0)) -> Verdict:
+def finish(scheduler: Told, group: int, versions=(0,), rewards=(1.0, 0.0)) -> type[Fact] | None:
     """Finish all members of a group, each with 10 tokens of every version."""
     for member, reward in enumerate(rewards):
-        verdict = scheduler.finished(group, member, reward, dict.fromkeys(versions, 10))
-    return verdict
+        end = scheduler.finished(group, member, reward, dict.fromkeys(versions, 10))
+    return end
 
 
-def step(scheduler: Scheduler) -> BatchFormed:
+def step(scheduler: Told) -> BatchFormed:
     batch = scheduler.next_batch()
     assert batch is not None
     scheduler.trained(batch.batch)
@@ -70,7 +72,7 @@ def test_i1_eta_0_admits_exactly_one_batch_per_version():
         assert numbers == [3 * version, 3 * version + 1, 3 * version + 2]
         for number in reversed(numbers):
             assert scheduler.next_batch() is None
-            assert finish(scheduler, number, [version]) is Verdict.READY
+            assert finish(scheduler, number, [version]) is Completed
         assert admit_all(scheduler) == []
         batch = scheduler.next_batch()
         assert batch == BatchFormed(version, version, tuple(numbers), version, 0)
@@ -156,7 +158,7 @@ def test_i2_a_token_one_step_too_old_is_masked_or_its_group_dropped(late, stalen
     step(scheduler)
     assert scheduler.state.version == 3
     before = dict(scheduler.state.staleness)
-    assert finish(scheduler, 2, [0, 1, 2]) is Verdict.READY  # at version 3: staleness 3, 2 and 1
+    assert finish(scheduler, 2, [0, 1, 2]) is Completed  # at version 3: staleness 3, 2 and 1
     batch = scheduler.next_batch()
     if late == "drop":
         assert batch is None
@@ -189,7 +191,7 @@ def test_i2_late_wait_takes_the_oldest_open_groups_and_waits_for_them():
     finish(scheduler, 5, [1])
     assert scheduler.next_batch() is None
     last = scheduler.next_batch(final=True)
-    assert last is not None, scheduler.describe()
+    assert last is not None, waits_of(scheduler.decide)
     assert last.groups == (5,)
     assert not [fact for fact in log if isinstance(fact, Dropped) and fact.reason == "stale"]
 
@@ -219,11 +221,14 @@ def test_failures_have_a_budget_of_their_own_each():
     budgets = {"agent": 1, "infrastructure": 2, "reward": 1, "data": 1}
     scheduler, _ = make(failures=budgets, retries=99)
     admit_all(scheduler)
-    verdicts = [scheduler.failed(0, 0, kind, "") for kind in ("agent", "server", "timeout", "reward", "data")]
-    assert set(verdicts) == {Verdict.RETRY}
-    assert scheduler.failed(0, 0, "server", "") is Verdict.END_RUN, "with the time-out that is three"
+    ends = [scheduler.failed(0, 0, kind, "") for kind in ("agent", "server", "timeout", "reward", "data")]
+    assert set(ends) == {Failed}
+    assert scheduler.decide.spent_budget() is None
+    assert scheduler.failed(0, 0, "server", "") is Failed
+    assert scheduler.decide.spent_budget() == "infrastructure", "with the time-out that is three"
     finish(scheduler, 1)
-    assert scheduler.failed(0, 0, "agent", "") is Verdict.RETRY, "one that finished clears all"
+    assert scheduler.failed(0, 0, "agent", "") is Failed
+    assert scheduler.decide.spent_budget() is None, "one that finished clears all"
 
 
 def test_lengths_of_the_episodes_that_were_lost_and_kept():
@@ -297,35 +302,35 @@ def test_i4_a_batch_is_trained_once():
 def test_i3_a_uniform_group_counts_as_trained_or_is_replaced():
     scheduler, _ = make(uniform="train", batch_groups=1)
     admit_all(scheduler)
-    assert finish(scheduler, 0, rewards=(0.5, 0.5)) is Verdict.READY
+    assert finish(scheduler, 0, rewards=(0.5, 0.5)) is Completed
     step(scheduler)
     assert scheduler.state.trained == 1
 
     scheduler, log = make(uniform="replace", batch_groups=1)
     admit_all(scheduler)
-    assert finish(scheduler, 0, rewards=(0.5, 0.5)) is Verdict.DROPPED
+    assert finish(scheduler, 0, rewards=(0.5, 0.5)) is Dropped
     assert log[-1] == Dropped(0, "uniform")
     assert admit_all(scheduler) == [1]
-    assert finish(scheduler, 1, rewards=(0.5, 1)) is Verdict.READY
+    assert finish(scheduler, 1, rewards=(0.5, 1)) is Completed
 
 
 def test_a_group_without_a_loss_token_is_dropped():
     scheduler, log = make()
     scheduler.admit("a", 0)
-    assert scheduler.finished(0, 0, 1.0, {}) is Verdict.WAIT
-    assert scheduler.finished(0, 1, 0.0, {0: 0}) is Verdict.DROPPED
+    assert scheduler.finished(0, 0, 1.0, {}) is Finished
+    assert scheduler.finished(0, 1, 0.0, {0: 0}) is Dropped
     assert log[-1] == Dropped(0, "empty")
 
 
 def test_i9_a_failure_is_retried_then_given_up_and_never_a_reward():
     scheduler, log = make(group_size=3, min_members=2, retries=1)
     scheduler.admit("a", 0)
-    assert scheduler.failed(0, 1, "server", "gone") is Verdict.RETRY
-    assert scheduler.finished(0, 0, 1.0, {0: 5}) is Verdict.WAIT
-    assert scheduler.failed(0, 1, "agent", "boom") is Verdict.WAIT
+    assert scheduler.failed(0, 1, "server", "gone") is Failed
+    assert scheduler.finished(0, 0, 1.0, {0: 5}) is Finished
+    assert scheduler.failed(0, 1, "agent", "boom") is GaveUp
     assert log[-2:] == [Failed(0, 1, "agent", "boom"), GaveUp(0, 1)]
     assert scheduler.state.open[0].pending == [2]
-    assert scheduler.finished(0, 2, 0.0, {0: 5}) is Verdict.READY
+    assert scheduler.finished(0, 2, 0.0, {0: 5}) is Completed
     assert scheduler.state.open[0].rewards == {0: 1.0, 2: 0.0}
     assert scheduler.state.failures == {"server": 1, "agent": 1}
 
@@ -334,18 +339,18 @@ def test_giving_up_the_last_member_out_completes_the_group():
     scheduler, _ = make(group_size=2, min_members=1, retries=0)
     scheduler.admit("a", 0)
     scheduler.finished(0, 0, 1.0, {0: 5})
-    assert scheduler.failed(0, 1, "timeout", "") is Verdict.READY
+    assert scheduler.failed(0, 1, "timeout", "") is Completed
 
 
 def test_i8_a_group_that_cannot_reach_min_members_is_dropped_and_late_ends_of_it_ignored():
     scheduler, log = make(group_size=3, min_members=2, retries=0)
     scheduler.admit("a", 0)
-    assert scheduler.failed(0, 0, "agent", "") is Verdict.WAIT
-    assert scheduler.failed(0, 2, "timeout", "") is Verdict.DROPPED
+    assert scheduler.failed(0, 0, "agent", "") is GaveUp
+    assert scheduler.failed(0, 2, "timeout", "") is Dropped
     assert log[-1] == Dropped(0, "timeout")
     count = len(log)
-    assert scheduler.finished(0, 1, 1.0, {0: 5}) is Verdict.DROPPED
-    assert scheduler.failed(0, 1, "agent", "") is Verdict.DROPPED
+    assert scheduler.finished(0, 1, 1.0, {0: 5}) is None
+    assert scheduler.failed(0, 1, "agent", "") is None
     scheduler.drop(0, "cancelled")
     assert len(log) == count
     assert scheduler.state.dropped == {"timeout": 1}
@@ -355,25 +360,20 @@ def test_i9_failures_without_a_finished_episode_end_the_run_and_a_new_life_begin
     scheduler, log = make(failures={"agent": 2, "infrastructure": 2, "reward": 2, "data": 2}, retries=9)
     assert scheduler.start() == 0
     scheduler.admit("a", 0)
-    assert scheduler.failed(0, 0, "agent", "1") is Verdict.RETRY
-    assert scheduler.failed(0, 0, "agent", "2") is Verdict.RETRY
+    assert scheduler.failed(0, 0, "agent", "1") is Failed
+    assert scheduler.failed(0, 0, "agent", "2") is Failed
     scheduler.finished(0, 1, 1.0, {0: 5})
-    assert scheduler.failed(0, 0, "agent", "3") is Verdict.RETRY
-    assert scheduler.failed(0, 0, "agent", "4") is Verdict.RETRY
-    assert scheduler.failed(0, 0, "agent", "5") is Verdict.END_RUN
+    assert scheduler.failed(0, 0, "agent", "3") is Failed
+    assert scheduler.failed(0, 0, "agent", "4") is Failed
+    assert scheduler.decide.spent_budget() is None
+    assert scheduler.failed(0, 0, "agent", "5") is Failed
+    assert scheduler.decide.spent_budget() == "agent"
     assert scheduler.state.open[0].pending == [0]
 
     again = replayed(scheduler, log)
     assert again.start() == 1
-    assert again.failed(0, 0, "agent", "6") is Verdict.RETRY
-
-
-def test_a_long_or_unprintable_failure_message_can_be_recorded():
-    scheduler, log = make()
-    scheduler.admit("a", 0)
-    scheduler.failed(0, 0, "agent", "x" * 100_000 + "last line \udc80")
-    assert log[-1].message.endswith("last line ?")
-    assert len(facts.encode(log[-1])) < 5000
+    assert again.failed(0, 0, "agent", "6") is Failed
+    assert again.decide.spent_budget() is None
 
 
 def test_impossible_reports_are_refused():
@@ -384,7 +384,7 @@ def test_impossible_reports_are_refused():
         (lambda: scheduler.finished(1, 0, 1.0, {0: 5}), "group 1 was never admitted"),
         (lambda: scheduler.failed(-1, 0, "agent", ""), "group -1 was never admitted"),
         (lambda: scheduler.drop(1, "data"), "group 1 was never admitted"),
-        (lambda: scheduler.finished(0, 2, 1.0, {0: 5}), "member 2 of group 0 is not out"),
+        (lambda: scheduler.finished(0, 2, 1.0, {0: 5}), "member 2 of group 0 is not running"),
         (lambda: scheduler.finished(0, 0, float("nan"), {0: 5}), "reward nan of group 0, member 0"),
         (lambda: scheduler.finished(0, 0, 1.0, {0: 5, 1: 1}), "tokens of versions 0 to 1, but the run has 0 to 0"),
         (lambda: scheduler.finished(0, 0, 1.0, {-1: 1}), "tokens of versions -1"),
@@ -396,7 +396,7 @@ def test_impossible_reports_are_refused():
             report()
     assert len(log) == count
     scheduler.finished(0, 0, 1.0, {0: 5})
-    with pytest.raises(ValueError, match=r"member 0 of group 0 is not out: waited for \[1\]"):
+    with pytest.raises(ValueError, match=r"member 0 of group 0 is not running; pending: \[1\]"):
         scheduler.finished(0, 0, 1.0, {0: 5})
 
 
@@ -406,18 +406,18 @@ def test_the_watchdog_learns_what_is_waited_for():
     scheduler.failed(2, 1, "agent", "")
     finish(scheduler, 0)
     finish(scheduler, 1)
-    assert "a batch needs 2 groups: 2 complete, 18 running, another may not start" in scheduler.describe()
+    assert "a batch needs 2 groups: 2 complete, 18 running, another may not start" in waits_of(scheduler.decide)
     step(scheduler)
     finish(scheduler, 3, [1])
     finish(scheduler, 4, [1])
     scheduler.next_batch()
-    assert scheduler.describe()[:4] == [
+    assert waits_of(scheduler.decide)[:4] == [
         "training of batch 1 (2 groups) from version 1",
         "servers at version 0, trained is 1",
         "a batch needs 2 groups: 0 complete, 16 running, another may not start",
         "group 2 (task 'task 2') waits for member 0, 1 (failed 1x)",
     ]
-    assert scheduler.describe()[-1] == "and 8 more groups"
+    assert waits_of(scheduler.decide)[-1] == "and 8 more groups"
 
 
 def test_memory_holds_open_groups_only():
@@ -483,8 +483,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, size, shortfall, steps, data, **rest):
         self.settings = SchedulerSettings(group_size=size, min_members=max(1, size - shortfall), **rest)
         self.log: list[Fact] = []
-        self.scheduler = Scheduler(self.settings, self.log.append)
-        self.follower = Scheduler(self.settings, self.log.append)
+        self.scheduler = Told(self.settings, self.log.append)
+        self.follower = Told(self.settings, self.log.append)
         self.followed = 0
         self.stories: list[Story] = []
         self.version = self.serving = self.life = 0
@@ -516,22 +516,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         untrained = len(self.numbers("running")) + len(self.numbers("ready"))
         return ahead <= self.settings.max_staleness and untrained + 1 <= len(places)
 
-    def judge(self, number: int, failure: str | None = None) -> Verdict:
+    def judge(self, number: int, failure: str | None = None) -> type[Fact] | None:
         """The fate of a group after a member ended."""
         story = self.stories[number]
         rewards = [reward for reward, _ in story.ends.values()]
         if failure and self.settings.group_size - len(story.lost) < self.settings.min_members:
             story.fate = f"dropped {failure}"
         elif self.out(number):
-            return Verdict.WAIT
+            return GaveUp if failure else Finished
         elif not story.tokens():
             story.fate = "dropped empty"
         elif self.settings.uniform == "replace" and min(rewards) == max(rewards):
             story.fate = "dropped uniform"
         else:
             story.fate = "ready"
-            return Verdict.READY
-        return Verdict.DROPPED
+            return Completed
+        return Dropped
 
     # Rules: what can happen
 
@@ -558,10 +558,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens_of = st.dictionaries(versions, st.integers(0, 3), min_size=1, max_size=3)
         results = data.draw(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), tokens_of), min_size=2, max_size=4))
         for (number, member), (reward, tokens) in zip(ends, cycle(results), strict=False):
-            verdict = self.scheduler.finished(number, member, reward, tokens)
+            end = self.scheduler.finished(number, member, reward, tokens)
             self.stories[number].ends[member] = (reward, tokens)
             self.failures_in_a_row.clear()
-            assert verdict is self.judge(number)
+            assert end is self.judge(number)
 
     @precondition(lambda self: self.numbers("running"))
     @rule(
@@ -572,19 +572,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         member = data.draw(st.sampled_from(self.out(number)))
         story = self.stories[number]
         for _ in range(times):
-            verdict = self.scheduler.failed(number, member, kind, "text")
+            end = self.scheduler.failed(number, member, kind, "text")
             story.tries[member] += 1
             budget = "infrastructure" if kind in ("timeout", "server") else kind
             self.failures_in_a_row[budget] += 1
-            if self.failures_in_a_row[budget] == self.settings.failures[budget] + 1:
-                assert verdict is Verdict.END_RUN
+            spent = self.failures_in_a_row[budget] == self.settings.failures[budget] + 1
+            assert self.scheduler.decide.spent_budget() == (budget if spent else None)
+            if spent:
+                assert end is Failed
                 self.restart(self.settings)
                 break
             if story.tries[member] >= self.settings.retries + 1:
                 story.lost.add(member)
-                assert verdict is self.judge(number, kind)
+                assert end is self.judge(number, kind)
                 break
-            assert verdict is Verdict.RETRY
+            assert end is Failed
 
     @precondition(lambda self: self.numbers("running") + self.numbers("ready"))
     @rule(data=st.data(), reason=st.sampled_from(["cancelled", "data"]))
@@ -599,8 +601,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         dropped = [number for number, story in enumerate(self.stories) if story.fate.startswith("dropped")]
         number = data.draw(st.sampled_from(dropped))
         count = len(self.log)
-        assert self.scheduler.finished(number, 0, 1.0, {0: 1}) is Verdict.DROPPED
-        assert self.scheduler.failed(number, 0, "agent", "") is Verdict.DROPPED
+        assert self.scheduler.finished(number, 0, 1.0, {0: 1}) is None
+        assert self.scheduler.failed(number, 0, "agent", "") is None
         self.scheduler.drop(number, "cancelled")
         assert len(self.log) == count
 
@@ -719,7 +721,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for fact in self.log[self.followed :]:
             again = facts.decode(facts.encode(fact))
             assert again == fact
-            self.follower.apply(again)
+            self.follower.state.apply(again)
         self.followed = len(self.log)
         assert self.follower.state == self.scheduler.state
 

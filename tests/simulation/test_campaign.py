@@ -17,10 +17,12 @@ import pytest
 
 from areal.agents.episode import Episode
 from areal.controller import calls, rollout
-from areal.controller.facts import Dropped
+from areal.controller.facts import Dropped, Fact
+from areal.controller.ledger import Ledger
+from areal.controller.log import Signal
 from areal.controller.reader import LedgerReader
-from areal.controller.rollout import Agent, Failure, RolloutLoop, Signal
-from areal.controller.scheduler import Scheduler, Verdict
+from areal.controller.rollout import Agent, Failure, RolloutLoop
+from areal.controller.scheduler import Scheduler
 from areal.controller.train import TrainLoop
 from areal.simulation.campaign import campaign, quiet, simulate
 from areal.simulation.case import draw
@@ -134,16 +136,19 @@ def test_it_finds_admission_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_finds_stale_tokens_in_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_too_old", lambda *_: False)
+    monkeypatch.setattr(Scheduler, "_is_stale", lambda *_: False)
     _find("I2", range(100))
 
 
 def test_it_finds_a_group_that_is_dropped_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drop(self: Scheduler, group: int, reason: str) -> Verdict:
-        self.state.apply(Dropped(group, reason))
-        return Verdict.DROPPED
+    """One that no fact in the ledger tells of."""
+    append = Ledger.append
 
-    monkeypatch.setattr(Scheduler, "_drop", drop)
+    def silent(self: Ledger, fact: Fact, episode: EpisodeRecord | None = None) -> None:
+        if not isinstance(fact, Dropped):
+            append(self, fact, episode)
+
+    monkeypatch.setattr(Ledger, "append", silent)
     _find("I3: trained, dropped, open", range(30))
 
 

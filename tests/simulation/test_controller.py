@@ -210,7 +210,7 @@ def test_i7_complete_groups_that_are_all_dropped_are_no_progress(
     calm: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch seems near each time, and none comes about."""
-    monkeypatch.setattr(Scheduler, "_too_old", lambda *_: True)
+    monkeypatch.setattr(Scheduler, "_is_stale", lambda *_: True)
     calm._config = calm._config.changed({"group.uniform": "train"}, "test")
 
     async def main() -> None:

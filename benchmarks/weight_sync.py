@@ -15,7 +15,7 @@ import secrets
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ import uvloop
 from areal.algorithms.batching import sft_request
 from areal.config import Config
 from areal.controller.fleet import Fleet
+from areal.controller.ranks import Ranks
 from areal.controller.weights import WeightSync, probe_ids
 from areal.types import Sampling
 from areal.workers.process import free_port
+from areal.workers.protocols import Workers
 from areal.workers.rollout.client import SGLangClient, make_label
 from areal.workers.rollout.launcher import launch_server, wait_ready
 from areal.workers.trainer.launcher import start_trainer
@@ -67,14 +69,14 @@ async def measure(transport: str, model: Path, folder: Path) -> dict[str, Any]:
         weights = WeightSync(
             config,
             fleet,
-            trainer,
+            Ranks(cast(Workers, None), trainer, 0),
             folder / "weights",
             origin=ORIGIN,
             probe=probe_ids(models.VOCAB_SIZE),
             backend="nccl" if trainer_gpu else "gloo",
         )
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        tasks.create_task(fleet.run())
+        tasks.create_task(fleet.run(weights.sync_server))
         stack.push_async_callback(fleet.close)
         stack.push_async_callback(weights.close)
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
+from areal.controller.ranks import Ranks
 from areal.controller.server import Server
 from areal.errors import ArealError, ServerLost, TrainerError
 from areal.workers.process import free_port
@@ -26,9 +27,9 @@ class Broadcast:
     """widths: tensor-parallel size of each server, each of which joins with all its ranks; 1 for those not listed."""
 
     def __init__(
-        self, trainer: TrainerClient, origin: str, host: str, backend: str, timeout_s: float, widths: Sequence[int]
+        self, ranks: Ranks, origin: str, host: str, backend: str, timeout_s: float, widths: Sequence[int]
     ) -> None:
-        self._trainer = trainer
+        self._ranks = ranks
         self._origin = origin
         self._host = host
         self._backend = backend
@@ -37,13 +38,13 @@ class Broadcast:
         self._count = 0
         self._group: WeightGroup | None = None
         self._members: list[Server] = []
-        self._formed = False
-        """Whether all of them, and the trainer, are in the group as far as is known."""
+        self._sender: TrainerClient | None = None
+        """The ranks that are in the group together with all of `_members`, as far as is known."""
 
     async def prepare(self, servers: Sequence[Server], fail: Fail) -> list[Server]:
         """Form the group of these servers, unless it is there. Returns those that joined; the others were failed."""
         todo = list(servers)
-        while todo and not (self._formed and self._members == todo):
+        while todo and not (self._sender is self._ranks.client and self._members == todo):
             await self.leave()
             self._count += 1
             ranks, size = {}, 1
@@ -55,8 +56,9 @@ class Broadcast:
             group = WeightGroup(name, self._host, port, size, self._backend)
             self._group, self._members = group, todo
             joins = [server.client.join_group(group, ranks[server]) for server in todo]
-            todo = await self._together(name, self._trainer.join_group(group), todo, joins, fail)
-            self._formed = todo == self._members
+            trainer = self._ranks.client
+            todo = await self._together(name, trainer.join_group(group), todo, joins, fail)
+            self._sender = trainer if todo == self._members else None
         return todo
 
     async def send(
@@ -70,24 +72,21 @@ class Broadcast:
             await finish(server)
             done.add(server)
 
-        specs = await self._trainer.specs()
+        trainer = self._ranks.client
+        specs = await trainer.specs()
         todo = list(servers)
         while todo := await self.prepare(todo, fail):
             assert self._group
             name = self._group.name
-            self._formed = False  # until all have come through
+            self._sender = None  # until all have come through
             left = await self._together(
-                name, self._trainer.broadcast(name), todo, [receive(server, name) for server in todo], fail
+                name, trainer.broadcast(name), todo, [receive(server, name) for server in todo], fail
             )
             todo = [server for server in left if server not in done]
-            self._formed = not todo
             if todo:
                 await self.leave()
-
-    def follow(self, trainer: TrainerClient) -> None:
-        """The ranks were started again; the group ended with them, and its servers leave it on the way to the next."""
-        self._trainer = trainer
-        self._formed = False
+            else:
+                self._sender = trainer
 
     async def leave_with(self, index: int) -> None:
         """End the group if that server is in it: one that leaves the run is to forget it. The trainer, which may be in
@@ -97,11 +96,11 @@ class Broadcast:
 
     async def leave(self, *, trainer: bool = True) -> None:
         """Destroy the group, whatever state its members are in."""
-        self._formed = False
+        self._sender = None
         if self._group is None:
             return
         name, self._group = self._group.name, None
-        leaves = [self._trainer.leave_group(name)] if trainer else []
+        leaves = [self._ranks.client.leave_group(name)] if trainer else []
         leaves += [server.client.leave_group(name) for server in self._members if server.state != "dead"]
         tasks = [asyncio.create_task(_quietly(leave)) for leave in leaves]
         try:

@@ -15,19 +15,22 @@ from areal.agents.episode import Episode
 from areal.agents.journal import Journal
 from areal.config import Config
 from areal.controller.fleet import Fleet
+from areal.controller.ranks import Ranks
+from areal.controller.signal import Signal
 from areal.controller.weights import WeightSync, probe_ids
 from areal.errors import root_cause
 from areal.run import take_folder, weights_folder
 from areal.types import Sampling
-from areal.workers.protocols import TrainerClient, Workers
+from areal.workers.protocols import Workers
 
 
 class Cluster:
     """Use as `async with`. It comes up at `version`, with the weights of `checkpoint` (None: those of `model.path`).
-    on_serving is told the lowest version of any server that takes requests."""
+    on_serving(version): called with the lowest version of any server that accepts requests. changed: notified when
+    something needs the attention of the training loop."""
 
     fleet: Fleet
-    trainer: TrainerClient
+    ranks: Ranks
     weights: WeightSync
 
     def __init__(
@@ -39,17 +42,18 @@ class Cluster:
         life: int,
         version: int = 0,
         checkpoint: Path | None = None,
-        on_serving: Callable[[int], None],
+        on_serving: Callable[[int], None] = lambda version: None,
+        changed: Signal | None = None,
     ) -> None:
         self.config = config
         self.workers = workers
         self.folder = run_folder
         self.origin = f"{run_folder.name}.{life}"
-        self.held: int | None = version
-        """The version that the ranks hold; None while a step runs."""
         self._life = life
+        self._version = version
         self._checkpoint = checkpoint
         self._on_serving = on_serving
+        self._changed = changed or Signal()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -61,8 +65,7 @@ class Cluster:
             raise cause from cause.__cause__
 
     async def _start(self) -> Self:
-        workers, version = self.workers, self.held
-        assert version is not None
+        workers, version = self.workers, self._version
         folder = weights_folder(self.config, self.folder, self.origin)
         async with AsyncExitStack() as stack:
             if workers.inline:  # one process, in which a lock would outlive a simulated kill
@@ -72,7 +75,8 @@ class Cluster:
                 stack.callback(os.close, await asyncio.to_thread(take_folder, folder))
             stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             stack.push_async_callback(workers.close)
-            self.trainer, servers = await workers.start(self.folder, self._life, version, self._checkpoint)
+            trainer, servers = await workers.start(self.folder, self._life, version, self._checkpoint)
+            self.ranks = Ranks(workers, trainer, version)
             self.fleet = Fleet(
                 self.config,
                 servers,
@@ -85,15 +89,15 @@ class Cluster:
             self.weights = WeightSync(
                 self.config,
                 self.fleet,
-                self.trainer,
+                self.ranks,
                 folder,
                 origin=self.origin,
                 probe=probe_ids(workers.vocab_size),
-                held=lambda: self.held,
+                changed=self._changed,
                 backend=workers.group_backend,
             )
             background = await stack.enter_async_context(asyncio.TaskGroup())
-            background.create_task(self.fleet.run(), name="fleet")
+            background.create_task(self.fleet.run(self.weights.sync_server), name="fleet")
             stack.push_async_callback(self.fleet.close)
             if not workers.can_restart:
                 stack.push_async_callback(self.weights.close)
@@ -105,13 +109,6 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
-
-    async def restart_trainer(self, version: int, checkpoint: Path | None) -> None:
-        """New ranks, at `version`. The servers generate on. Raises TrainerError, ProcessError."""
-        self.held = None
-        self.trainer = await self.workers.restart_trainer(version, checkpoint)
-        self.weights.follow(self.trainer)
-        self.held = version
 
     def episode(
         self, group: int, member: int, task_id: str, sampling: Sampling, agent: str, journal: Journal | None = None

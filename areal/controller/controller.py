@@ -144,6 +144,7 @@ class Controller:
                 version=saved.version if saved else 0,
                 checkpoint=self.folder.path / "checkpoints" / saved.path if saved else None,
                 on_serving=lambda version: self.log.commit(self.scheduler.serving(version)),
+                changed=self.log.changed,
             )
             self._reporter = Reporter(
                 config, self.scheduler.state, self._rollout, self.cluster, self.folder, metrics, view, loop_watch
@@ -174,7 +175,7 @@ class Controller:
                 self.cluster,
                 self.folder,
                 background,
-                metrics.log,
+                self._reporter,
             )
             if not inline:
                 spare_the_loop()
@@ -303,7 +304,7 @@ class Controller:
         if label:
             self.log.commit(self.scheduler.evaluated(label, result.success))
         if not greedy:
-            self._reporter.last_success = result.success
+            self._reporter.evaluated(result)
         return result
 
     async def rollout(self, agent: Agent, task: Task, *, greedy: bool = False) -> EpisodeRecord:

@@ -77,14 +77,13 @@ class Fleet:
         rids: Callable[[], str] | None = None,
     ) -> None:
         self.servers = [Server(index, client) for index, client in enumerate(clients)]
-        self.sync: Callable[[Server], Awaitable[None]] | None = None
-        """Brings a server that came up to the current weights and opens it (`WeightSync` puts itself here)."""
         self._settings = config.servers
         self._origin = origin
         self._restart = restart
         self._exited = exited
         self._on_serving = on_serving
         self._tasks: asyncio.TaskGroup | None = None
+        self._sync: Callable[[Server], Awaitable[None]] | None = None
         self._started = asyncio.Event()
         self._closing = asyncio.Event()
         self._finished = asyncio.Event()
@@ -185,11 +184,13 @@ class Fleet:
 
     # -- life
 
-    async def run(self) -> None:
-        """Watch the servers until close(). Raises ProcessError or ServerLost when no server is left."""
+    async def run(self, sync: Callable[[Server], Awaitable[None]] | None = None) -> None:
+        """Watch the servers until close(). sync(server) brings a server that came up to the current weights and opens
+        it; without it, the weights that it has will do. Raises ProcessError or ServerLost when no server is left."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = self._calls.tasks = tasks
+                self._sync = sync
                 self._started.set()
                 for server in self.servers:
                     self._begin_watch(server)
@@ -253,8 +254,8 @@ class Fleet:
                 info = await server.client.info()
                 server.label, server.version = info.label, version_of(info.label, self._origin)
                 server.up.set()
-                if self.sync:
-                    await self.sync(server)
+                if self._sync:
+                    await self._sync(server)
                 else:
                     self.open(server, info.label)
                 self.fail(server, await server.failure(self._exited, self._router.dispatch))

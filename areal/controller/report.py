@@ -12,6 +12,7 @@ import numpy as np
 
 from areal.config import Config
 from areal.controller.cluster import Cluster
+from areal.controller.evaluation import Evaluation
 from areal.controller.rollout import RolloutLoop
 from areal.controller.scheduler import State
 from areal.controller.watchdog import LoopWatch
@@ -42,7 +43,7 @@ class Reporter:
         loop_watch: LoopWatch | None,
     ) -> None:
         self.config = config
-        self.last_success = math.nan
+        self._success = math.nan
         """Of the last sampled evaluation."""
         self._state = state
         self._rollout = rollout
@@ -84,7 +85,7 @@ class Reporter:
             trained_tokens_per_s=stats.tokens / stats.seconds,
             still_share=(self._fleet_stats.still_s - before.still_s) / seconds,
             logprob_gap=stats.logprob_gap_max,
-            success=self.last_success,
+            success=self._success,
             episodes_running=len(self._rollout.running),
             groups_open=len(self._state.open),
             seconds=seconds,
@@ -103,6 +104,14 @@ class Reporter:
         self._warn_of_length_bias()
         self._view.step(report)
         await self.save_summary()
+
+    def evaluated(self, result: Evaluation) -> None:
+        """A sampled evaluation ended: the reports of the steps that follow show its success."""
+        self._success = result.success
+
+    def repeated(self, stats: TrainStats) -> None:
+        """A step that ranks took again after a restart, to the metrics."""
+        self._metrics.log(stats.version, {"repeated": True, "train": asdict(stats)})
 
     def _warn_of_length_bias(self) -> None:
         """Dropping long episodes teaches the model to be short, and the other way round."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from areal.algorithms.batching import build_request, learning_rate
 from areal.config import Config
@@ -19,12 +19,13 @@ from areal.controller.cluster import Cluster
 from areal.controller.facts import BatchFormed
 from areal.controller.ledger import Ledger
 from areal.controller.log import RunLog
+from areal.controller.report import Reporter
 from areal.controller.rollout import RolloutLoop
 from areal.controller.scheduler import Scheduler
 from areal.controller.weights import PublishStats
 from areal.errors import TrainerError, VersionConflict
 from areal.run import RunFolder
-from areal.types import Batch, TrainRequest, TrainStats
+from areal.types import Batch, TrainStats
 
 log = logging.getLogger("areal")
 
@@ -32,8 +33,7 @@ T = TypeVar("T")
 
 
 class TrainLoop:
-    """background: lives as long as the run, and holds the writing of checkpoints. repeated(version, values): told of
-    each step that was taken again."""
+    """background: lives as long as the run, and holds the writing of checkpoints."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class TrainLoop:
         cluster: Cluster,
         folder: RunFolder,
         background: asyncio.TaskGroup,
-        repeated: Callable[[int, dict[str, Any]], None],
+        reporter: Reporter,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
@@ -55,11 +55,8 @@ class TrainLoop:
         self.folder = folder
         self._rollout = rollout
         self._background = background
-        self._repeated = repeated
-        cluster.weights.on_owing = log.changed.notify
-        self._request: TrainRequest | None = None
+        self._reporter = reporter
         self._writing: asyncio.Task[None] | None = None
-        self._restarts = 0
 
     async def recover(self) -> None:
         """Bring the ranks of a run that goes on to where it was, and publish. Raises TrainerError, PublishError."""
@@ -113,7 +110,7 @@ class TrainLoop:
         """A last checkpoint, with the step that runs; nothing is started again. None while the ranks are on their way
         back to where they were: what the last checkpoint lacks is taken again at the resume."""
         await self._end_step()
-        if self.cluster.held == self.scheduler.state.version:
+        if self.cluster.ranks.version == self.scheduler.state.version:
             await self._checkpoint()
 
     async def _train_step(self, batch: Batch, rate: float) -> TrainStats:
@@ -123,45 +120,39 @@ class TrainLoop:
             self.config,
             life=self.scheduler.state.life,
             learning_rate=rate,
-            ranks=self.cluster.trainer.data_parallel,
+            ranks=self.cluster.ranks.client.data_parallel,
             seed=self.config.seed,
         )
-        self._request, self.cluster.held = request, None
-        stats = await self.cluster.trainer.train(request)
-        self._request, self.cluster.held = None, stats.version
-        return stats
+        return await self.cluster.ranks.train(request)
 
     async def _end_step(self) -> None:
         """After a stop in mid-step: the ranks finish it all the same, and a repeat gets their answer (I4). A step that
         counts already, and was taken again, is left."""
-        request, open_batch = self._request, self.scheduler.state.batch
+        request, open_batch = self.cluster.ranks.step, self.scheduler.state.batch
         if request and open_batch and request.batch_id == open_batch.batch:
-            stats = await self.cluster.trainer.train(request)
+            await self.cluster.ranks.train(request)
             self._log.commit(self.scheduler.trained(request.batch_id))
-            self._request, self.cluster.held = None, stats.version
 
     async def _with_ranks(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do what needs the ranks. When they fail they are started again, from the last checkpoint, and it is done once
         more. The same failure twice is no accident: it ends the run, and so do trainer.restarts of them."""
         failed = False
+        ranks, limit = self.cluster.ranks, self.config.trainer.restarts
         while True:
             try:
                 return await work()
             except VersionConflict:
                 raise
             except TrainerError as error:
-                if failed or self._restarts == self.config.trainer.restarts:
+                if failed or ranks.restarts == limit:
                     raise
                 failed = True
-                self._request = None
-                self._restarts += 1
-                limit = self.config.trainer.restarts
-                log.warning("the ranks are started again, %d of %d: %s", self._restarts, limit, error)
+                log.warning("the ranks are restarted, %d of %d: %s", ranks.restarts + 1, limit, error)
             if self._writing:  # it may yet move the checkpoint that the ranks start from
                 await asyncio.wait((self._writing,))
             saved = self.scheduler.state.checkpoint
             version, path = (saved.version, self.folder.path / "checkpoints" / saved.path) if saved else (0, None)
-            await self.cluster.restart_trainer(version, path)
+            await ranks.restart(version, path)
             await self._repeat()
             await self.cluster.weights.catch_up()
 
@@ -170,14 +161,14 @@ class TrainLoop:
         version = self.scheduler.state.version
         await self._written()
         if self._saved_version() != version:
-            await self.cluster.trainer.stage(str(self.folder.checkpoint(version)))
+            await self.cluster.ranks.client.stage(str(self.folder.checkpoint(version)))
             self._writing = self._background.create_task(self._write_checkpoint(version), name="checkpoint")
 
     async def _write_checkpoint(self, version: int) -> None:
         try:
-            await self.cluster.trainer.write()
+            await self.cluster.ranks.client.write()
         except TrainerError as error:
-            if not self.cluster.trainer.lost:
+            if not self.cluster.ranks.client.lost:
                 raise
             log.warning("the checkpoint of step %d was lost with its rank: %s", version, error)
             return
@@ -205,9 +196,9 @@ class TrainLoop:
         """Take the steps after the checkpoint again, with their recorded batches and learning rates (I4)."""
         state = self.scheduler.state
         for formed in list(state.repeatable):
-            if formed.from_version < (self.cluster.held or 0):
+            if formed.from_version < (self.cluster.ranks.version or 0):
                 continue
             batch = await self.ledger.batch(formed)
             stats = await self._train_step(batch, formed.learning_rate)
-            self._repeated(stats.version, {"repeated": True, "train": asdict(stats)})
+            self._reporter.repeated(stats)
             log.info("repeated step %d of %d: loss %.6g", stats.version, state.version, stats.loss)

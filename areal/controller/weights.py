@@ -1,6 +1,6 @@
 """Publishes new weights to the servers.
 
-    weights = WeightSync(config, fleet, trainer, folder, origin="search.0", probe=probe_ids(vocab_size))
+    weights = WeightSync(config, fleet, ranks, folder, origin="search.0", probe=probe_ids(vocab_size))
     stats = await weights.publish(version)      # the trainer holds `version`, and does until this returns
 
 While the servers still generate, the weights are exported (transport `disk`) or the broadcast group is formed
@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +27,11 @@ import numpy as np
 from areal.config import Config
 from areal.controller.broadcast import Broadcast
 from areal.controller.fleet import Fleet
+from areal.controller.ranks import Ranks
 from areal.controller.server import Server
+from areal.controller.signal import Signal
 from areal.errors import ArealError, PublishError, ServerError, ServerLost, ServerRefused, TrainerError
 from areal.types import Floats, Ints
-from areal.workers.protocols import TrainerClient
 from areal.workers.rollout.client import make_label
 
 FLOAT32_TOLERANCE = 1e-4
@@ -75,43 +75,40 @@ class WeightSync:
     """See the module.
 
     folder: where versions are exported; only the current one is kept. probe: the prompt of the verification.
-    held(): the version that the trainer holds now, None while a step runs. Only `group` asks, to bring up a server
-    that was started again before the next publication. host: address of the trainer's first rank, for `group`.
+    changed: notified when `owing` becomes true. host: address of the trainer's first rank, for `group`.
     """
 
     def __init__(
         self,
         config: Config,
         fleet: Fleet,
-        trainer: TrainerClient,
+        ranks: Ranks,
         folder: Path,
         *,
         origin: str,
         probe: Ints,
-        held: Callable[[], int | None] = lambda: None,
+        changed: Signal | None = None,
         host: str = "127.0.0.1",
         backend: str = "gloo",
     ) -> None:
         self._settings = config.weights
         self._exact = config.model.dtype == "float32"
         self._fleet = fleet
-        self._trainer = trainer
+        self._ranks = ranks
         self._folder = folder
         self._origin = origin
         self._probe = probe
-        self._held = held
+        self._changed = changed or Signal()
         self._lock = asyncio.Lock()
         self._current: Current | None = None
         self._exported: int | None = None
         self.owing = False
-        self.on_owing: Callable[[], None] = lambda: None
-        """Called when `owing` becomes true."""
+        """Whether a server waits for weights that the ranks failed to give; `catch_up` gives them."""
         self._retracts = config.weights.interrupt == "retract"
         widths = [len(devices) for devices in config.placement.servers]
         self._broadcast: Broadcast | None = None
         if config.weights.transport == "group":
-            self._broadcast = Broadcast(trainer, origin, host, backend, config.weights.timeout_s, widths)
-        fleet.sync = self.sync_server
+            self._broadcast = Broadcast(ranks, origin, host, backend, config.weights.timeout_s, widths)
 
     async def publish(self, version: int) -> PublishStats:
         """Bring all servers to the weights that the trainer holds, as `version`.
@@ -122,7 +119,7 @@ class WeightSync:
         async with self._lock:
             now = asyncio.get_running_loop().time
             started = now()
-            expected = (await self._trainer.logprobs([self._probe]))[0] if self._settings.verify else None
+            expected = (await self._ranks.client.logprobs([self._probe]))[0] if self._settings.verify else None
             servers = await self._fleet.ready()
             taken: dict[Server, tuple[float, float]] = {}
             failed: dict[Server, ArealError] = {}
@@ -189,7 +186,7 @@ class WeightSync:
         except TrainerError as error:
             log.warning("%s waits for its weights: %s", server.client.url, error)
             self.owing = True
-            self.on_owing()
+            self._changed.notify()
 
     async def _bring(self, server: Server) -> None:
         async with self._lock:
@@ -201,10 +198,10 @@ class WeightSync:
                     self._fleet.open(server, server.label)
                 return
             if self._exported != current.version:
-                if self._held() != current.version:
+                if self._ranks.version != current.version:
                     return
                 await self._export(current.version)
-                if self._held() != current.version:  # a step began meanwhile: which weights these are is not known
+                if self._ranks.version != current.version:  # a step began meanwhile, and may have changed the weights
                     self._exported = None
                     return
             async with self._deadline(server):
@@ -248,12 +245,6 @@ class WeightSync:
         if self._broadcast:
             await self._broadcast.leave()
 
-    def follow(self, trainer: TrainerClient) -> None:
-        """The ranks were started again: take the weights from there from now on."""
-        self._trainer = trainer
-        if self._broadcast:
-            self._broadcast.follow(trainer)
-
     async def _finish(self, server: Server, current: Current) -> float:
         """Flush, verify, open; the log-prob gap. A load leaves old KV behind when something still ran; in a pause
         nothing does, and the load itself has flushed."""
@@ -282,7 +273,7 @@ class WeightSync:
 
     async def _export(self, version: int) -> None:
         if self._exported != version:
-            await self._trainer.export(str(self._path(version)))
+            await self._ranks.client.export(str(self._path(version)))
             self._exported = version
 
     async def _prune(self) -> None:

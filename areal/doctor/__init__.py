@@ -117,7 +117,7 @@ async def doctor(
             one = live.one_server(config)
             team = workers(one)
             await asyncio.to_thread(team.check)
-            async with Cluster(one, team, Path(folder), life=0, on_serving=lambda version: None) as cluster:
+            async with Cluster(one, team, Path(folder), life=0) as cluster:
                 found(await _findings("log-probs", live.logprobs(one, cluster)))
                 if agent and rows:
                     found(await _findings("agent", live.try_agent(one, cluster, agent, rows[:TRIED_TASKS])))

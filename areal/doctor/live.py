@@ -67,7 +67,7 @@ async def logprobs(config: Config, cluster: Cluster) -> list[Result]:
         for ids in prompts(cluster):
             scored = await client.score(ids)
             answer = await client.generate(uuid.uuid4().hex, ids, SAMPLED)
-            by_ranks = (await cluster.trainer.logprobs([np.concatenate([ids, answer.output_ids])]))[0]
+            by_ranks = (await cluster.ranks.client.logprobs([np.concatenate([ids, answer.output_ids])]))[0]
             by_server = np.concatenate([scored, answer.logprobs])
             gap = _gap(config, by_server, by_ranks)
             worst = max(worst, gap)
@@ -89,14 +89,13 @@ async def publication(config: Config, cluster: Cluster) -> list[Result]:
     """Whether weights that a step changed arrive, all of them, and nothing computed by the old ones stays behind."""
     results: list[Result] = []
     asked = prompts(cluster)[-1]
-    trainer = cluster.trainer
+    trainer = cluster.ranks.client
     cached = 0
     for server in cluster.fleet.servers:  # the second one finds what the first left in the cache
         for _ in range(2):
             cached += (await server.client.generate(uuid.uuid4().hex, asked, SAMPLED)).cached_tokens
     before = (await trainer.logprobs([asked]))[0]
-    cluster.held = None
-    stats = await trainer.train(
+    stats = await cluster.ranks.train(
         sft_request(
             [(ids, np.ones(len(ids), np.float32)) for ids in prompts(cluster)],
             life=0,
@@ -107,7 +106,6 @@ async def publication(config: Config, cluster: Cluster) -> list[Result]:
             budget=config.train.microbatch_tokens,
         )
     )
-    cluster.held = stats.version
     moved = _gap(config, before, (await trainer.logprobs([asked]))[0])
     published = await cluster.weights.publish(stats.version)
     if published.failed:

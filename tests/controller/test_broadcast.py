@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,7 +70,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def send(trainer: Trainer, *clients: Client, widths: Sequence[int] = ()) -> tuple[set[str], dict[str, str]]:
     """(servers that finished, reasons of those that were failed)"""
-    broadcast = Broadcast(trainer, "run.0", "127.0.0.1", "gloo", 1.0, widths)  # type: ignore[arg-type]
+    broadcast = Broadcast(SimpleNamespace(client=trainer), "run.0", "127.0.0.1", "gloo", 1.0, widths)  # type: ignore[arg-type]
     servers = [Server(i, client, "closed") for i, client in enumerate(clients)]  # type: ignore[arg-type]
     finished: set[str] = set()
     failed: dict[str, str] = {}

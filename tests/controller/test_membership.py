@@ -23,10 +23,11 @@ from areal.controller import server as server_module
 from areal.controller.cluster import Cluster
 from areal.controller.fleet import Fleet
 from areal.controller.membership import Membership
+from areal.controller.ranks import Ranks
 from areal.controller.weights import WeightSync, probe_ids
 from areal.errors import ArealError, ConfigError, ProcessError, ServerLost, TrainerError
 from areal.types import Completion, Sampling
-from areal.workers.protocols import ServerClient
+from areal.workers.protocols import ServerClient, Workers
 from areal.workers.rollout.client import SGLangClient
 from tests.fake_server import EOS, ORIGIN, VOCAB, FakeServer, FakeTrainer, check
 
@@ -84,13 +85,18 @@ class Machine:
 class Run(SimpleNamespace):
     fleet: Fleet
     weights: WeightSync
+    ranks: Ranks
     trainer: FakeTrainer
     machine: Machine
     members: Membership
     file: Path
 
+    def train(self, version: int) -> None:
+        """The ranks have taken the steps up to `version`."""
+        self.trainer.version = self.ranks.version = version
+
     async def publish(self, version: int) -> None:
-        self.trainer.version = version
+        self.train(version)
         stats = await self.weights.publish(version)
         assert (stats.version, stats.servers, stats.failed) == (version, len(self.fleet.servers), ())
 
@@ -128,16 +134,16 @@ async def running(
         config, clients, origin=ORIGIN, stop_ids=[EOS], restart=None if urls else machine.start_server, exited=None
     )
     trainer = FakeTrainer()
-    weights = WeightSync(
-        config, fleet, trainer, folder, origin=ORIGIN, probe=probe_ids(VOCAB), held=lambda: trainer.version
-    )
+    ranks = Ranks(cast(Workers, machine), trainer, 0)
+    weights = WeightSync(config, fleet, ranks, folder, origin=ORIGIN, probe=probe_ids(VOCAB))
     cluster = cast(Cluster, SimpleNamespace(fleet=fleet, weights=weights, workers=machine))
     members = Membership(config, cluster, folder / "servers.toml")
-    tasks = [asyncio.create_task(fleet.run())]
+    tasks = [asyncio.create_task(fleet.run(weights.sync_server))]
     try:
         run = Run(
             fleet=fleet,
             weights=weights,
+            ranks=ranks,
             trainer=trainer,
             machine=machine,
             members=members,
@@ -577,7 +583,7 @@ async def test_changes_while_versions_are_published(tmp_path: Path) -> None:
 
         async def publications() -> None:
             for version in range(1, 7):
-                run.trainer.version = version
+                run.train(version)
                 await run.weights.publish(version)
                 await asyncio.sleep(0.05)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from areal.config import Config
 from areal.controller import broadcast as broadcast_module
 from areal.controller import fleet as fleet_module
 from areal.controller.fleet import Fleet
+from areal.controller.ranks import Ranks
 from areal.controller.weights import WeightSync, probe_ids
 from areal.errors import ProcessError, PublishError, TrainerError
 from areal.types import Completion, Sampling
-from areal.workers.protocols import ServerClient
+from areal.workers.protocols import ServerClient, Workers
 from areal.workers.rollout.client import SGLangClient
 from tests.fake_server import EOS, ORIGIN, VOCAB, FakeServer, FakeTrainer, check
 
@@ -31,16 +33,28 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast_module, "GRACE_S", 0.5)
 
 
+class Restarted:
+    """Workers whose ranks come back at once."""
+
+    async def restart_trainer(self, version: int, checkpoint: Path | None) -> FakeTrainer:
+        return FakeTrainer()
+
+
 @dataclass
 class Run:
     fleet: Fleet
     weights: WeightSync
+    ranks: Ranks
     trainer: FakeTrainer
     folder: Path
 
+    def train(self, version: int) -> None:
+        """The ranks have taken the steps up to `version`."""
+        self.trainer.version = self.ranks.version = version
+
     async def publish(self, version: int) -> None:
         """A step of the trainer, then its publication to all servers."""
-        self.trainer.version = version
+        self.train(version)
         stats = await self.weights.publish(version)
         assert (stats.version, stats.servers, stats.failed) == (version, len(self.fleet.servers), ())
 
@@ -75,19 +89,19 @@ async def running(
         clients = [client(server) for server in servers]
         fleet = Fleet(config, clients, origin=ORIGIN, stop_ids=[EOS], restart=restart if restarts else never)
         trainer = FakeTrainer()
+        ranks = Ranks(cast(Workers, Restarted()), trainer, 0)
         weights = WeightSync(
             config,
             fleet,
-            trainer,
+            ranks,
             folder,
             origin=ORIGIN,
             probe=probe_ids(VOCAB),
-            held=lambda: trainer.version,
         )
-        task = asyncio.create_task(fleet.run())
+        task = asyncio.create_task(fleet.run(weights.sync_server))
         try:
             await fleet.ready()
-            yield Run(fleet, weights, trainer, folder)
+            yield Run(fleet, weights, ranks, trainer, folder)
         finally:
             async with asyncio.timeout(3):
                 await fleet.close()
@@ -156,7 +170,7 @@ async def test_a_server_that_fails_is_closed_and_brought_up_to_date(tmp_path: Pa
         if where == "die" and transport == "group":
             for source in servers[0].groups.values():
                 asyncio.get_running_loop().call_later(0.1, source.break_up)
-        run.trainer.version = 1
+        run.train(1)
         failing = run.fleet.servers[0]
         stats = await run.weights.publish(1)
         assert stats.servers == 1
@@ -178,7 +192,7 @@ async def test_i7_a_server_that_hangs_is_given_up_after_the_deadline(tmp_path: P
     async with running(tmp_path, *servers, settings=[f"weights.transport={transport}", "weights.timeout_s=1.0"]) as run:
         await run.publish(0)
         servers[0].faults["/flush_cache"] = ["hang"]
-        run.trainer.version = 1
+        run.train(1)
         before = asyncio.get_running_loop().time()
         stats = await run.weights.publish(1)
         assert asyncio.get_running_loop().time() - before < 4
@@ -192,7 +206,7 @@ async def test_the_first_server_that_is_done_serves_at_once(tmp_path: Path) -> N
     async with running(tmp_path, *servers) as run:
         await run.publish(0)
         servers[1].load_s = 0.4
-        run.trainer.version = 1
+        run.train(1)
         publication = asyncio.create_task(run.weights.publish(1))
         await asyncio.sleep(0.1)
         assert check(await run.generate([1, 2], 5), [1, 2], 5) == [1] * 5
@@ -220,7 +234,7 @@ async def test_no_server_takes_it(tmp_path: Path, transport: str) -> None:
         load = "/update_weights_from_disk" if transport == "disk" else "/update_weights_from_distributed"
         for server in servers:
             server.faults[load] = ["refuse"] * 3
-        run.trainer.version = 1
+        run.train(1)
         with pytest.raises(PublishError, match=r"no server took version 1:\n  http.*\n  http"):
             await run.weights.publish(1)
         assert {server.state for server in run.fleet.servers} == {"dead"}
@@ -259,7 +273,7 @@ async def test_i6_a_trainer_on_its_way_to_the_next_version_is_not_asked(tmp_path
     server = FakeServer()
     async with running(tmp_path, server, settings=["weights.transport=group"], restarts=True) as run:
         await run.publish(0)
-        run.trainer.version = 1  # trained, not yet published
+        run.train(1)  # trained, not yet published
         await server.stop()
         call = asyncio.create_task(run.generate([1, 2], 5))
         await until(lambda: run.fleet.servers[0].state == "starting")
@@ -277,7 +291,7 @@ async def test_the_group_is_kept_and_formed_again_without_the_dead(tmp_path: Pat
         await run.publish(1)
         assert [server.count["/init_weights_update_group"] for server in servers] == [1, 1, 1]
         await servers[1].stop()
-        run.trainer.version = 2
+        run.train(2)
         stats = await run.weights.publish(2)
         assert stats.servers == 2
         assert [server.count["/init_weights_update_group"] for server in servers] == [2, 1, 2]
@@ -302,7 +316,7 @@ async def test_one_that_dies_while_others_take_theirs_is_left_out(tmp_path: Path
     async with running(tmp_path, *servers, settings=settings) as run:
         await run.publish(0)
         servers[0].load_s = 0.3
-        run.trainer.version = 1
+        run.train(1)
         publishing = asyncio.create_task(run.weights.publish(1))
         first, second = run.fleet.servers
         await until(lambda: first.state == "closed")
@@ -318,9 +332,9 @@ async def test_ranks_that_were_started_again_form_the_group_again(tmp_path: Path
     settings = ["weights.transport=group", f"weights.rollout={rollout}"]
     async with running(tmp_path, server, settings=settings) as run:
         await run.publish(0)
-        again = FakeTrainer()
-        run.weights.follow(again)
-        again.version = run.trainer.version = 1
+        await run.ranks.restart(1, None)
+        again = cast(FakeTrainer, run.ranks.client)
+        again.version = 1
         stats = await run.weights.publish(1)
         assert (stats.servers, stats.failed) == (1, ())
         assert server.label == "run.0:1"
@@ -360,7 +374,7 @@ async def test_a_server_that_cannot_join_the_group_is_left_out(tmp_path: Path) -
     servers[1].faults["/init_weights_update_group"] = ["refuse"]
     settings = ["weights.transport=group", "weights.timeout_s=5"]
     async with running(tmp_path, *servers, settings=settings) as run:
-        run.trainer.version = 1
+        run.train(1)
         stats = await run.weights.publish(1)
         assert stats.servers == 1
         assert "no such interface" in stats.failed[0]
@@ -370,7 +384,7 @@ async def test_without_servers_the_weights_wait_for_them(tmp_path: Path) -> None
     server = FakeServer()
     async with running(tmp_path, server, restarts=True) as run:
         run.fleet.fail(run.fleet.servers[0], "killed")
-        run.trainer.version = 1
+        run.train(1)
         stats = await run.weights.publish(1)
         assert stats.servers in (0, 1)
         assert check(await run.generate([1, 2], 5), [1, 2], 5) == [1] * 5

@@ -119,7 +119,7 @@ async def test_a_run_keeps_its_ports_and_its_secrets_to_itself(
         return float(episode.member)
 
     async with Controller(Config.load([], settings)) as controller:
-        trainer = controller.cluster.trainer
+        trainer = controller.cluster.ranks.client
         (server,) = controller.cluster.fleet.servers
         key = server.client._headers["Authorization"].partition(" ")[2]  # type: ignore[attr-defined]
         token = trainer._session.headers["Authorization"].partition(" ")[2]  # type: ignore[attr-defined]

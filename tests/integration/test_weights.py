@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ import pytest
 from areal.algorithms.batching import sft_request
 from areal.config import Config
 from areal.controller.fleet import Fleet
+from areal.controller.ranks import Ranks
 from areal.controller.weights import PublishStats, WeightSync, probe_ids
 from areal.errors import PublishError
 from areal.types import Floats, Ints, Sampling
-from areal.workers.protocols import TrainerClient
+from areal.workers.protocols import TrainerClient, Workers
 from areal.workers.rollout.client import SGLangClient
 from areal.workers.trainer.launcher import start_trainer
 from tests import models
@@ -61,8 +63,15 @@ async def running_with(server: Server, folder: Path, transport: str) -> AsyncIte
     )
     client = SGLangClient(server.url, origin=ORIGIN, vocab_size=models.VOCAB_SIZE, key=KEY, timeout_s=60.0)
     fleet = Fleet(config, [client], origin=ORIGIN)
-    weights = WeightSync(config, fleet, trainer, folder / "weights", origin=ORIGIN, probe=probe_ids(models.VOCAB_SIZE))
-    run = asyncio.create_task(fleet.run())
+    weights = WeightSync(
+        config,
+        fleet,
+        Ranks(cast(Workers, None), trainer, 0),
+        folder / "weights",
+        origin=ORIGIN,
+        probe=probe_ids(models.VOCAB_SIZE),
+    )
+    run = asyncio.create_task(fleet.run(weights.sync_server))
     try:
         yield Run(fleet, weights, trainer)
     finally:

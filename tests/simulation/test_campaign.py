@@ -19,10 +19,10 @@ from areal.agents.episode import Episode
 from areal.controller import calls, rollout
 from areal.controller.facts import Dropped, Fact
 from areal.controller.ledger import Ledger
-from areal.controller.log import Signal
 from areal.controller.reader import LedgerReader
 from areal.controller.rollout import Agent, Failure, RolloutLoop
 from areal.controller.scheduler import Scheduler
+from areal.controller.signal import Signal
 from areal.controller.train import TrainLoop
 from areal.simulation.campaign import campaign, quiet, simulate
 from areal.simulation.case import draw
@@ -173,7 +173,7 @@ def test_it_finds_steps_that_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -
     """Ranks that start again are behind the run then."""
 
     async def nothing(self: TrainLoop) -> None:
-        self.cluster.held = self.scheduler.state.version
+        self.cluster.ranks.version = self.scheduler.state.version
 
     monkeypatch.setattr(TrainLoop, "_repeat", nothing)
     _find("I4: the ranks", range(30))

@@ -155,7 +155,7 @@ def test_a_stop_while_ranks_start_again_asks_nothing_of_those_that_are_gone(
     async def main() -> None:
         async with controller_of(calm) as controller:
             training = asyncio.create_task(controller.train(calm._agent, [{"id": str(i)} for i in range(99)]))
-            while not (asked and asked[-1].trouble.dead and controller.cluster.held is None):
+            while not (asked and asked[-1].trouble.dead and controller.cluster.ranks.version is None):
                 await asyncio.sleep(0.1)
             await asyncio.sleep(0.1)
             before = len(asked)

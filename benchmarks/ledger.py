@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from areal.agents.journal import Journal, model_key
-from areal.controller import segments
+from areal.controller import codec
 from areal.controller.facts import Finished
 from areal.controller.ledger import Ledger
 from areal.types import Completion, EpisodeRecord, Sampling, Trajectory
@@ -63,7 +63,7 @@ async def measure(tokens: int, count: int) -> dict[str, Any]:
         "loop_us": loop_s / count * 1e6,
         "call_us": call_s / count * 1e6,
         "total_us": total_s / count * 1e6,
-        "bytes": len(segments.encode(episodes[0])),
+        "bytes": len(codec.encode(episodes[0])),
         "episodes_per_s": count / wall_s,
     }
 

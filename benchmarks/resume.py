@@ -62,17 +62,21 @@ def facts(groups: int) -> Sequence[Fact]:
     return [*made, Checkpointed(groups // BATCH, f"step-{groups // BATCH}")]
 
 
+async def record(folder: Path, rows: Sequence[Fact]) -> None:
+    ledger = Ledger.create(folder)
+    for fact in rows:
+        ledger.append(fact)
+    await ledger.close()
+
+
 def measure(groups: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="areal-bench-") as name:
         settings = [f"folder={name}", "view=off", f"train.batch_groups={BATCH}", f"group.size={MEMBERS}"]
         settings += ["failures.agent=0", f"train.steps={groups // BATCH + 10}"]
         config = Config.load(settings)
         folder = RunFolder.create(config)
-        ledger = Ledger.create(folder.ledger, inline=True)
         rows = facts(groups)
-        for fact in rows:
-            ledger.append(fact)
-        asyncio.run(ledger.close())
+        asyncio.run(record(folder.ledger, rows))
         steps = groups // BATCH
         Weights(logprobs=(-1.0,) * steps).write(folder.checkpoint(steps))
         world = World(0, Speed(start_s=0.0), 10**6, 10.0, 1e6, (), groups_of)

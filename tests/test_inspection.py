@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """A run folder whose ledger a real scheduler fills; the test says what happens."""
 
-    def __init__(self, folder: Path, model: str, *, inline: bool = True) -> None:
+    def __init__(self, folder: Path, model: str) -> None:
         config = Config.load(
             [
                 f"folder={folder}/runs",
@@ -49,7 +50,7 @@ class Run:
             ]
         )
         self.folder = RunFolder.create(config)
-        self.ledger = Ledger.create(self.folder.ledger, inline=inline)
+        self.ledger = Ledger.create(self.folder.ledger)
         self.scheduler = Told(SchedulerSettings.from_config(config), self._record)
         self.records: dict[tuple[int, int], EpisodeRecord] = {}
 
@@ -122,8 +123,8 @@ def live(run: Run, ids: list[int] | None = None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def living(folder: Path, model: str = "", **options):
-    run = Run(folder, model, **options)
+async def living(folder: Path, model: str = ""):
+    run = Run(folder, model)
     try:
         live(run)
         await run.ledger.barrier()
@@ -367,10 +368,9 @@ async def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_trajectory_is_named(folder: RunFolder) -> None:
-    (path,) = folder.ledger.glob("segment-*.bin")
-    content = bytearray(path.read_bytes())
-    content[-30] ^= 1  # in the last record, of episode 7.1
-    path.write_bytes(content)
+    with contextlib.closing(sqlite3.connect(folder.ledger / "ledger.db")) as database, database:
+        (whole,) = database.execute("SELECT record FROM episodes WHERE grp = 7").fetchone()
+        database.execute("UPDATE episodes SET record = ? WHERE grp = 7", (whole[:-30] + b"x" + whole[-29:],))
     assert "group 7, member 1: the record is torn or damaged" in "\n".join(plain(folder, group="7"))
     with pytest.raises(LedgerError, match="torn or damaged"):
         inspect(folder, episode="7.1")
@@ -408,7 +408,7 @@ def test_a_finished_run_is_left_as_it_is(folder: RunFolder) -> None:
 
 
 async def test_a_run_that_goes_on_is_left_as_it_is_and_seen_as_it_grows(tmp_path: Path) -> None:
-    async with living(tmp_path, inline=False) as run:
+    async with living(tmp_path) as run:
         before = contents(run.folder.path)
         assert any(name.endswith("-wal") for name in before)
         assert "trained                4" in look(run.folder)
@@ -426,7 +426,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from tests.test_inspection import living
 async def main():
-    async with living(Path(sys.argv[1]), inline=False):
+    async with living(Path(sys.argv[1])):
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """

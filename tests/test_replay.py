@@ -402,7 +402,7 @@ async def folder(tmp_path: Path) -> RunFolder:
     settings = ["train.batch_groups=2", "group.size=2", "staleness.max=1", "train.steps=9"]
     config = Config.load([f"folder={tmp_path}/runs", *settings])
     folder = RunFolder.create(config)
-    ledger = Ledger.create(folder.ledger, inline=True)
+    ledger = Ledger.create(folder.ledger)
     life = Life(random.Random(1), SchedulerSettings.from_config(config))
     for fact in life.run():
         ledger.append(fact)
@@ -432,7 +432,7 @@ async def test_the_command(folder: RunFolder) -> None:
 
     count, _ = replay_run(folder)
     assert replays() == (0, f"{count} facts, no difference\n", "")
-    ledger = Ledger.open(folder.ledger, inline=True)
+    ledger = Ledger.open(folder.ledger)
     ledger.append(Serving(77))
     await ledger.close()
     code, out, _ = replays()

@@ -97,12 +97,12 @@ class Controller:
             await asyncio.to_thread(before_run, config)
         async with AsyncExitStack() as stack:
             if config.run:
-                self.ledger = Ledger.open(config.run / "ledger", inline=inline)  # refuses a run that somebody has
+                self.ledger = Ledger.open(config.run / "ledger")  # refuses a run that somebody has
                 stack.push_async_callback(self.ledger.close)
                 self.folder = await asyncio.to_thread(RunFolder.open, config)
             else:
                 self.folder = await asyncio.to_thread(RunFolder.create, config)
-                self.ledger = Ledger.create(self.folder.ledger, inline=inline)
+                self.ledger = Ledger.create(self.folder.ledger)
                 stack.push_async_callback(self.ledger.close)
             stack.enter_context(self.folder.log_file())
             self.log = await asyncio.to_thread(RunLog, self.ledger)

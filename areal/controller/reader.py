@@ -1,4 +1,4 @@
-"""The ledger on disk, for reading: by the run itself, and by whoever looks at it."""
+"""The ledger on disk, for reading: by the run itself, and by commands that look at a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Self
 
 from areal.agents import journal
 from areal.agents.journal import RecordedCall
-from areal.controller import facts, segments
+from areal.controller import codec, facts
 from areal.controller.facts import Fact
 from areal.errors import LedgerError
 from areal.types import EpisodeRecord
@@ -20,15 +20,14 @@ FORMAT = 3
 
 
 class LedgerReader:
-    """The part of a ledger that is on disk. `open` it to look at a run that has ended, was killed, or goes on
-    meanwhile: that takes no lock and changes no file. Then use it as a context manager."""
+    """The part of a ledger that is on disk. `open` it to look at a run that is over, was killed, or is running: that
+    takes no lock and changes no file. Then use it as a context manager."""
 
     def __init__(self, folder: Path, database: sqlite3.Connection, *, is_still: bool = False) -> None:
-        """is_still: nobody writes, as far as is known; SQLite reads without any lock."""
+        """is_still: nothing writes it, as far as is known; SQLite reads without any lock."""
         self._folder = folder
         self._database = database
         self._is_still = is_still
-        self._segments = segments.Segments(folder, durable=False)
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:
@@ -69,35 +68,46 @@ class LedgerReader:
             self._check_still()
 
     def members(self, group: int) -> list[int]:
-        """Those members of a group whose trajectories are there."""
+        """The members of a group whose trajectories are there."""
         with errors(self._folder, "read"):
             query = "SELECT member FROM episodes WHERE grp = ? ORDER BY member"
             found = [member for (member,) in self._database.execute(query, (group,))]
             self._check_still()
         return found
 
-    def calls(self, group: int, member: int) -> list[RecordedCall]:
-        """The calls of an unfinished episode, in order. LedgerError for one that is damaged."""
-        query = "SELECT segment, offset, size FROM calls WHERE grp = ? AND member = ? ORDER BY seq"
+    def episodes(self, group: int) -> tuple[EpisodeRecord, ...]:
+        """The trajectories of a group, by member. LedgerError for one that is damaged."""
+        query = "SELECT member, record FROM episodes WHERE grp = ? ORDER BY member"
         with errors(self._folder, "read"):
-            places = self._database.execute(query, (group, member)).fetchall()
-            try:
-                return [journal.decode(self._segments.read(*place)) for place in places]
-            except ValueError as error:
-                raise LedgerError(f"ledger {self._folder}, calls of group {group}, member {member}: {error}") from error
+            rows = self._database.execute(query, (group,)).fetchall()
+            self._check_still()
+        return tuple(self._decoded(group, member, record) for member, record in rows)
 
     def episode(self, group: int, member: int) -> EpisodeRecord:
         """A trajectory. LedgerError if it is not there, no longer needed, or damaged."""
-        what = f"ledger {self._folder}, episode of group {group}, member {member}"
-        query = "SELECT segment, offset, size FROM episodes WHERE grp = ? AND member = ?"
+        query = "SELECT record FROM episodes WHERE grp = ? AND member = ?"
         with errors(self._folder, "read"):
-            place = self._database.execute(query, (group, member)).fetchone()
-            if place is None:
-                raise LedgerError(f"{what}: none; it was not written yet, or dropped, or a checkpoint covers it")
-            try:
-                return segments.decode(self._segments.read(*place))
-            except ValueError as error:
-                raise LedgerError(f"{what}: {error} (segment {place[0]} at byte {place[1]})") from error
+            row = self._database.execute(query, (group, member)).fetchone()
+        if row is None:
+            why = "it was not written yet, or its group was dropped, or a checkpoint covers it"
+            raise LedgerError(f"ledger {self._folder}, episode of group {group}, member {member}: none; {why}")
+        return self._decoded(group, member, row[0])
+
+    def calls(self, group: int, member: int) -> list[RecordedCall]:
+        """The calls of an unfinished episode, in order. LedgerError for one that is damaged."""
+        query = "SELECT record FROM calls WHERE grp = ? AND member = ? ORDER BY seq"
+        with errors(self._folder, "read"):
+            rows = self._database.execute(query, (group, member)).fetchall()
+        try:
+            return [journal.decode(record) for (record,) in rows]
+        except ValueError as error:
+            raise LedgerError(f"ledger {self._folder}, calls of group {group}, member {member}: {error}") from error
+
+    def _decoded(self, group: int, member: int, record: bytes) -> EpisodeRecord:
+        try:
+            return codec.decode(record)
+        except ValueError as error:
+            raise LedgerError(f"ledger {self._folder}, episode of group {group}, member {member}: {error}") from error
 
     def close(self) -> None:
         self._database.close()
@@ -128,7 +138,10 @@ def check_exists(folder: Path) -> None:
 
 def check_format(folder: Path, database: sqlite3.Connection) -> None:
     if (found := format_of(database)) != FORMAT:
-        raise LedgerError(f"ledger {folder} has format {found}, this version of areal reads {FORMAT}")
+        raise LedgerError(
+            f"ledger {folder} has format {found}, and this version of areal reads {FORMAT}: resume the run with the "
+            "version that began it, or begin a new run with model.path=<its last checkpoint>"
+        )
 
 
 @contextlib.contextmanager

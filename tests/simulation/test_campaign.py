@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from areal.agents.episode import Episode
-from areal.controller import calls, rollout
-from areal.controller.facts import Dropped, Fact
+from areal.controller import calls, codec, rollout
+from areal.controller.facts import Admitted, Dropped, Fact
 from areal.controller.ledger import Ledger
 from areal.controller.reader import LedgerReader
 from areal.controller.rollout import Agent, Failure, RolloutLoop
@@ -96,13 +96,14 @@ def test_nothing_of_a_killed_controller_runs_later(monkeypatch: pytest.MonkeyPat
 
 
 def _ledger(folder: Path) -> tuple[str, str]:
-    """Digests of the facts and of the segment files of the run in `folder`."""
+    """Digests of the facts and of the episodes of the run in `folder`."""
     (run,) = folder.glob("run-*")
     with LedgerReader.open(run / "ledger") as reader:
-        facts = hashlib.sha256(repr(list(reader.facts())).encode()).hexdigest()
-    segments = sorted((run / "ledger").glob("segment-*.bin"))
-    assert segments
-    return facts, hashlib.sha256(b"".join(path.read_bytes() for path in segments)).hexdigest()
+        facts = list(reader.facts())
+        groups = [fact.group for fact in facts if isinstance(fact, Admitted)]
+        records = [codec.encode(record) for group in groups for record in reader.episodes(group)]
+    assert records
+    return hashlib.sha256(repr(facts).encode()).hexdigest(), hashlib.sha256(b"".join(records)).hexdigest()
 
 
 def test_two_processes_write_the_same_ledger(tmp_path: Path) -> None:

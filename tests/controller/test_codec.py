@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from areal.controller import segments
-from areal.controller.segments import Segments
+from areal.controller import codec
 from areal.types import EpisodeRecord, Trajectory
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -53,18 +52,18 @@ def same(a: object, b: object) -> bool:
 
 @given(records)
 def test_an_episode_survives_its_encoding(record):
-    assert same(segments.decode(segments.encode(record)), record)
+    assert same(codec.decode(codec.encode(record)), record)
 
 
 @given(records, st.data())
 def test_a_torn_or_damaged_record_is_refused(record, data):
-    whole = segments.encode(record)
+    whole = codec.encode(record)
     with pytest.raises(ValueError, match=r"torn or damaged|no record"):
-        segments.decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        codec.decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
     damaged = bytearray(whole)
     damaged[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(ValueError, match="torn or damaged"):
-        segments.decode(bytes(damaged))
+        codec.decode(bytes(damaged))
 
 
 def test_arrays_of_different_length_are_refused():
@@ -72,7 +71,7 @@ def test_arrays_of_different_length_are_refused():
         np.arange(3, dtype=np.int32), np.ones(3, np.bool_), np.zeros(2, np.float32), np.zeros(3, np.int32)
     )
     with pytest.raises(ValueError, match=r"group 4, member 2.*differ in length"):
-        segments.encode(EpisodeRecord(4, 2, "t", 1.0, (trajectory,)))
+        codec.encode(EpisodeRecord(4, 2, "t", 1.0, (trajectory,)))
 
 
 def test_a_token_takes_little_more_than_eight_bytes():
@@ -83,23 +82,4 @@ def test_a_token_takes_little_more_than_eight_bytes():
         np.zeros(length, np.float32),
         np.repeat(np.arange(2, dtype=np.int32), length // 2),
     )
-    assert len(segments.encode(EpisodeRecord(0, 0, "t", 1.0, (trajectory,)))) < 8.2 * length
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_files_roll_over_and_never_continue_an_old_one(tmp_path, durable):
-    first = Segments(tmp_path, durable=durable, limit=10)
-    assert first.current is None
-    assert [first.append(b"a" * 6) for _ in range(3)] == [(1, 0), (1, 6), (2, 0)]
-    first.sync()
-    assert first.current == 2
-    assert first.read(1, 6, 6) == b"a" * 6
-    assert (tmp_path / "segment-000002.bin").read_bytes() == b"a" * 6
-
-    (tmp_path / "segment-000002.bin").write_bytes(b"aaa")  # torn
-    second = Segments(tmp_path, durable=durable, limit=10)
-    assert second.append(b"bb") == (3, 0)
-    second.delete(1)
-    second.delete(1)
-    second.close()
-    assert sorted(second.numbers()) == [2, 3]
+    assert len(codec.encode(EpisodeRecord(0, 0, "t", 1.0, (trajectory,)))) < 8.2 * length

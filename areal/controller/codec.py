@@ -1,21 +1,17 @@
-"""Segment files: finished episodes as compact binary, laid end to end.
+"""Finished episodes as compact binary records.
 
 A record is a header (magic, bytes of payload, CRC-32 of payload) and a payload, all little-endian:
 
     u32 bytes of the head, head as JSON, f64 [2 + metrics] (reward, seconds, metrics), then of each trajectory
     ids i32 [L], logprobs f32 [L], versions as runs (starts i32 [R], values i32 [R]), loss mask as bits [L]
 
-about 8.2 bytes a token. A file is written once, from its beginning, by one process; another process starts
-another file. A torn record at the end of a file is therefore never followed by anything.
+about 8.2 bytes a token.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
-from io import BufferedWriter
-from pathlib import Path
 
 import numpy as np
 import orjson
@@ -25,7 +21,6 @@ from areal.types import EpisodeRecord, Ints, Trajectory
 _HEADER = struct.Struct("<4sII")
 _SIZE = struct.Struct("<I")
 _MAGIC = b"EPI1"
-SEGMENT_BYTES = 64 << 20
 
 
 def encode(episode: EpisodeRecord) -> bytes:
@@ -105,80 +100,3 @@ def _run_starts(values: Ints) -> Ints:
     """Where a new value begins, entry 0 included: [R]."""
     changes = np.flatnonzero(values[1:] != values[:-1]) + 1
     return np.concatenate(([0], changes)).astype("<i4") if len(values) else np.empty(0, "<i4")
-
-
-class Segments:
-    """The segment files of one folder. One thread writes; `read` may be called from any."""
-
-    def __init__(self, folder: Path, *, durable: bool, limit: int = SEGMENT_BYTES) -> None:
-        """durable: `sync` waits for the disk, not only for the operating system. limit: bytes, then a new file."""
-        self._folder = folder
-        self._durable = durable
-        self._limit = limit
-        self._file: BufferedWriter | None = None
-        self._offset = 0
-        self._last = max(self.numbers(), default=0)
-
-    def numbers(self) -> list[int]:
-        """Of the files that exist."""
-        return [int(path.stem.removeprefix("segment-")) for path in self._folder.glob("segment-*.bin")]
-
-    @property
-    def current(self) -> int | None:
-        """The number of the file that `append` goes on with."""
-        return self._last if self._file is not None else None
-
-    def append(self, record: bytes) -> tuple[int, int]:
-        """(number, offset) of the record, which `read` has after the next `sync`. OSError when the disk is full."""
-        if self._file is None or self._offset >= self._limit:
-            self.close()
-            self._last += 1
-            self._file = open(self._path(self._last), "xb", opener=open_private)  # noqa: SIM115
-            self._offset = 0
-            if self._durable:
-                sync_folder(self._folder)
-        offset = self._offset
-        self._file.write(record)
-        self._offset += len(record)
-        return self._last, offset
-
-    def read(self, number: int, offset: int, size: int) -> bytes:
-        with open(self._path(number), "rb") as file:
-            file.seek(offset)
-            return file.read(size)
-
-    def sync(self) -> None:
-        """Bring what was appended to the disk."""
-        if self._file is not None:
-            self._file.flush()
-            if self._durable:
-                os.fsync(self._file.fileno())
-
-    def delete(self, number: int) -> None:
-        self._path(number).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._file is not None:
-            file = self._file
-            try:
-                self.sync()
-            finally:
-                self._file = None
-                file.close()
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"segment-{number:06d}.bin"
-
-
-def open_private(path: str, flags: int) -> int:
-    """An opener that makes files which only this user may read."""
-    return os.open(path, flags, 0o600)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, which syncing a new file alone does not."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

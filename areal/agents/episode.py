@@ -26,15 +26,9 @@ from areal.agents.journal import Journal, model_key, tool_key
 from areal.agents.template import Template
 from areal.agents.tools import MalformedCall, Tool, read_arguments, tool
 from areal.agents.transcript import Transcript
+from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import ArealError, ContextOverflow, EpisodeError, RewardError
 from areal.types import Completion, EpisodeRecord, Ints, Message, Sampling
-
-_CLEANUP_S = 1.0
-"""Seconds that a tool which ran out of time has to end after its cancellation; then it is left behind."""
-
-
-LATE_S = 1.0
-"""Seconds until a call after the end is refused: at once, it would make a loop that catches everything spin."""
 
 
 class Generate(Protocol):
@@ -64,7 +58,9 @@ class Episode:
         seed: int = 0,
         agent: str = "agent",
         journal: Journal | None = None,
+        deadlines: Deadlines = DEADLINES,
     ) -> None:
+        self._deadlines = deadlines
         self.group = group
         self.member = member
         self.task_id = task_id
@@ -185,7 +181,7 @@ class Episode:
             _, late = await asyncio.wait(tasks, timeout=self.tool_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             if late:
                 self._cancel(late)
-                await asyncio.wait(late, timeout=_CLEANUP_S)
+                await asyncio.wait(late, timeout=self._deadlines.tool)
         finally:
             self._end_wait(wait)
             self._cancel(task for task in tasks if not task.done())
@@ -235,7 +231,7 @@ class Episode:
         if self._abandoned:  # an error would make a loop that catches everything spin
             await asyncio.get_running_loop().create_future()
         if self._finished:
-            await asyncio.sleep(LATE_S)
+            await asyncio.sleep(self._deadlines.refusal)
             raise EpisodeError(f"{self._agent} called the model after the episode of task {self.task_id!r} had ended")
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if wanted < 1:

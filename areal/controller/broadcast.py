@@ -13,12 +13,10 @@ from contextlib import suppress
 
 from areal.controller.ranks import Ranks
 from areal.controller.server import Server
+from areal.deadlines import Deadlines
 from areal.errors import ArealError, ServerLost, TrainerError
 from areal.workers.process import free_port
 from areal.workers.protocols import TrainerClient, WeightGroup
-
-GRACE_S = 10.0
-"""Seconds that the members of a broken group have to notice it."""
 
 Fail = Callable[[Server, ArealError], None]
 
@@ -27,7 +25,14 @@ class Broadcast:
     """widths: tensor-parallel size of each server, each of which joins with all its ranks; 1 for those not listed."""
 
     def __init__(
-        self, ranks: Ranks, origin: str, host: str, backend: str, timeout_s: float, widths: Sequence[int]
+        self,
+        ranks: Ranks,
+        origin: str,
+        host: str,
+        backend: str,
+        timeout_s: float,
+        widths: Sequence[int],
+        deadlines: Deadlines,
     ) -> None:
         self._ranks = ranks
         self._origin = origin
@@ -35,6 +40,7 @@ class Broadcast:
         self._backend = backend
         self._timeout_s = timeout_s
         self._widths = widths
+        self._grace_s = deadlines.group
         self._count = 0
         self._group: WeightGroup | None = None
         self._members: list[Server] = []
@@ -101,11 +107,11 @@ class Broadcast:
             return
         name, self._group = self._group.name, None
         leaves = [self._ranks.client.leave_group(name)] if trainer else []
-        leaves += [server.client.leave_group(name) for server in self._members if server.state != "dead"]
+        leaves += [server.client.leave_group(name) for server in self._members if not server.is_dead]
         tasks = [asyncio.create_task(_quietly(leave)) for leave in leaves]
         try:
             if tasks:
-                await asyncio.wait(tasks, timeout=GRACE_S)
+                await asyncio.wait(tasks, timeout=self._grace_s)
         finally:
             for task in tasks:
                 task.cancel()
@@ -130,7 +136,7 @@ class Broadcast:
         failed: dict[Server | None, ArealError] = {}
         leaving: list[asyncio.Task[None]] = []
         pending = set(tasks)
-        deadline = now() + self._timeout_s + GRACE_S  # each side has its own, and says more
+        deadline = now() + self._timeout_s + self._grace_s  # each side has its own, and says more
         try:
             while pending and now() < deadline:
                 done, pending = await asyncio.wait(
@@ -144,7 +150,7 @@ class Broadcast:
                         if (refusing := tasks[task]) and send in pending:  # its closed connections free the others
                             leaving.append(asyncio.create_task(_quietly(refusing.client.leave_group(group))))
                 if failed and send not in pending:
-                    deadline = min(deadline, now() + GRACE_S)
+                    deadline = min(deadline, now() + self._grace_s)
         finally:
             for task in (*pending, *leaving):
                 task.cancel()

@@ -18,6 +18,7 @@ from areal.controller.fleet import Fleet
 from areal.controller.ranks import Ranks
 from areal.controller.signal import Signal
 from areal.controller.weights import WeightSync, probe_ids
+from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import root_cause
 from areal.run import take_folder, weights_folder
 from areal.types import Sampling
@@ -44,6 +45,7 @@ class Cluster:
         checkpoint: Path | None = None,
         on_serving: Callable[[int], None] = lambda version: None,
         changed: Signal | None = None,
+        deadlines: Deadlines = DEADLINES,
     ) -> None:
         self.config = config
         self.workers = workers
@@ -54,6 +56,7 @@ class Cluster:
         self._checkpoint = checkpoint
         self._on_serving = on_serving
         self._changed = changed or Signal()
+        self._deadlines = deadlines
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -85,6 +88,7 @@ class Cluster:
                 restart=workers.start_server if workers.can_restart else None,
                 exited=workers.server_exited if workers.can_restart else None,
                 on_serving=self._on_serving,
+                deadlines=self._deadlines,
             )
             self.weights = WeightSync(
                 self.config,
@@ -95,6 +99,7 @@ class Cluster:
                 probe=probe_ids(workers.vocab_size),
                 changed=self._changed,
                 backend=workers.group_backend,
+                deadlines=self._deadlines,
             )
             background = await stack.enter_async_context(asyncio.TaskGroup())
             background.create_task(self.fleet.run(self.weights.sync_server), name="fleet")
@@ -126,4 +131,5 @@ class Cluster:
             seed=self.config.seed,
             agent=agent,
             journal=journal,
+            deadlines=self._deadlines,
         )

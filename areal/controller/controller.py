@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import shutil
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -27,7 +26,6 @@ from areal.agents.journal import Journal
 from areal.config import Config
 from areal.controller.cluster import Cluster
 from areal.controller.evaluation import Evaluation, evaluate
-from areal.controller.facts import Admitted, Completed, Fact, Trained
 from areal.controller.ledger import Ledger
 from areal.controller.log import RunLog
 from areal.controller.membership import Membership
@@ -35,8 +33,9 @@ from areal.controller.report import Reporter
 from areal.controller.rollout import Agent, Failure, RolloutLoop, name_of, run_episode
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.controller.train import TrainLoop
-from areal.controller.watchdog import LoopWatch, Watchdog, spare_the_loop, waits_of
+from areal.controller.watchdog import LoopWatch, Progress, Wait, Watchdog, spare_the_loop, waits_of
 from areal.data import Tasks, check, evaluation_tasks
+from areal.deadlines import DEADLINES, Deadlines
 from areal.doctor import before_run
 from areal.errors import ArealError, root_cause
 from areal.metrics import Metrics
@@ -50,8 +49,6 @@ log = logging.getLogger("areal")
 
 EVALUATION = -1
 """The group number of episodes that are not trained on."""
-CHECKPOINT_ON_STOP_S = 4.0
-"""A stopped run may take this long for a last checkpoint; else the one before is named."""
 
 
 class Controller:
@@ -63,8 +60,14 @@ class Controller:
     cluster: Cluster
     folder: RunFolder
 
-    def __init__(self, config: Config, workers: Callable[[Config], Workers] = LocalWorkers) -> None:
+    def __init__(
+        self,
+        config: Config,
+        workers: Callable[[Config], Workers] = LocalWorkers,
+        deadlines: Deadlines = DEADLINES,
+    ) -> None:
         self.config = config
+        self._deadlines = deadlines
         self._workers = workers(config)
         self._stack = AsyncExitStack()
         self._rollouts = 0
@@ -73,9 +76,8 @@ class Controller:
         self._membership: Membership | None = None
         self._training: asyncio.Task[None] | None = None
         self._over = False
-        self._completed = 0
-        self._doing: dict[Episode | str, None] = {}
-        """What it does beside training."""
+        self._outside: dict[Episode, None] = {}
+        """Episodes in progress that are not trained on."""
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError before anything starts; ProcessError or TrainerError when a part does not come up."""
@@ -126,13 +128,10 @@ class Controller:
                 self._training_episode,
                 members=config.group.size,
                 timeout_s=config.episode.timeout_s,
+                deadlines=self._deadlines,
             )
-            stacks = self.folder.logs / "stalled.txt"
-            self._watchdog = Watchdog(config.watchdog_s, self._describe, lambda: self._rollout.idle, stacks)
-            # Of what is not training: all of it has deadlines of its own.
-            self._beside = Watchdog(math.inf, self._describe_beside, lambda: not self._doing, stacks)
+            self._watchdog = Watchdog(self.folder.logs / "stalled.txt", self._deadlines)
             self._first_group = self.scheduler.state.admitted  # that this controller admits
-            self.log.observers.append(self._observe)
             self.log.commit(self.scheduler.start())
             loop_watch = None if inline else stack.enter_context(LoopWatch())
             saved = self.scheduler.state.checkpoint
@@ -145,6 +144,7 @@ class Controller:
                 checkpoint=self.folder.path / "checkpoints" / saved.path if saved else None,
                 on_serving=lambda version: self.log.commit(self.scheduler.serving(version)),
                 changed=self.log.changed,
+                deadlines=self._deadlines,
             )
             self._reporter = Reporter(
                 config, self.scheduler.state, self._rollout, self.cluster, self.folder, metrics, view, loop_watch
@@ -153,9 +153,7 @@ class Controller:
             servers = f"{len(config.servers.urls)} given" if config.servers.urls else f"starting {config.servers.count}"
             log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
             await self._reporter.save_summary()
-            watch = await stack.enter_async_context(asyncio.TaskGroup())
-            stack.callback(watch.create_task(self._beside.run(), name="watchdog beside training").cancel)
-            with self._busy_with(f"servers and ranks to start; what they say is in {self.folder.logs}"):
+            async with self._warning(f"servers and ranks to start; their output is in {self.folder.logs}"):
                 await stack.enter_async_context(self.cluster)
             background = await stack.enter_async_context(asyncio.TaskGroup())
             if loop_watch:
@@ -180,7 +178,7 @@ class Controller:
             if not inline:
                 spare_the_loop()
                 stack.callback(gc.unfreeze)  # another Controller of this process, if there is one, loses by that
-            with self._busy_with("the steps since the checkpoint, which the ranks repeat, and their publication"):
+            async with self._warning("the steps since the checkpoint, which the ranks repeat, and their publication"):
                 await self._steps.recover()
             log.info("ready after %.0f s", asyncio.get_running_loop().time() - started)
             self._stack = stack.pop_all()
@@ -195,7 +193,7 @@ class Controller:
         training = self._training
         if training and training is not asyncio.current_task() and not training.done():
             training.cancel()  # it would go on against servers that are gone
-            await asyncio.wait((training,), timeout=CHECKPOINT_ON_STOP_S + 1)
+            await asyncio.wait((training,), timeout=self._deadlines.checkpoint_on_stop + 1)
         try:
             return await self._stack.__aexit__(kind, error, trace)
         except BaseExceptionGroup as failures:  # a TaskGroup wraps whatever passes through it
@@ -248,11 +246,14 @@ class Controller:
         self._training = asyncio.current_task()
         source = self._tasks if tasks is None and self._tasks else await asyncio.to_thread(Tasks, tasks, self.config)
         self._reporter.begin()
+        wait = Wait(self._describe, self.config.watchdog_s, lambda: self._rollout.idle)
+        groups_per_step = self.config.train.batch_groups * (self.config.staleness.max + 2)
+        self.log.observers.append(Progress(wait, self._rollout, groups_per_step).observe)
         try:
             async with asyncio.TaskGroup() as loops:
                 background = [
                     loops.create_task(self._rollout.run(agent, source), name="rollout"),
-                    loops.create_task(self._watchdog.run(), name="watchdog"),
+                    loops.create_task(self._watchdog.watch(wait), name="watchdog"),
                 ]
                 while batch := await self._steps.next_batch():
                     stats = await self._steps.train(batch)
@@ -263,13 +264,13 @@ class Controller:
                     task.cancel()
         except asyncio.CancelledError:
             with suppress(ArealError, TimeoutError, OSError):
-                async with asyncio.timeout(CHECKPOINT_ON_STOP_S):
+                async with asyncio.timeout(self._deadlines.checkpoint_on_stop):
                     await self._steps.stop()
             raise
         except BaseExceptionGroup as failures:
             cause = root_cause(failures)
             raise cause from cause.__cause__
-        with self._busy_with("the last checkpoint"):
+        async with self._warning("the last checkpoint"):
             await self._steps.checkpoint()
 
     # -- outside training
@@ -289,14 +290,21 @@ class Controller:
         """
         rows = await asyncio.to_thread(evaluation_tasks, self.config) if tasks is None else check(list(tasks))
         config = self.config
-        result = await evaluate(
-            rows,
-            lambda index, task: self._evaluated(agent, index, task, greedy),
-            # As many at once as training would run: more would only wait at the servers, on their deadlines.
-            at_once=config.servers.max_running * len(self.cluster.fleet.servers),
-            retries=config.episode.retries,
-            budget=config.failures.agent,
-        )
+        async with self._warning() as wait:
+
+            async def one(index: int, task: Task) -> EpisodeRecord | Failure:
+                outcome = await self._run_outside(agent, index, task, greedy)
+                wait.progress()
+                return outcome
+
+            result = await evaluate(
+                rows,
+                one,
+                # As many at once as training would run: more would only wait at the servers, on their deadlines.
+                at_once=config.servers.max_running * len(self.cluster.fleet.servers),
+                retries=config.episode.retries,
+                budget=config.failures.agent,
+            )
         kind = "greedy" if greedy else "sampled"
         failed = f", {result.failed} failed" if result.failed else ""
         success, mean = result.success, result.mean
@@ -310,27 +318,20 @@ class Controller:
     async def rollout(self, agent: Agent, task: Task, *, greedy: bool = False) -> EpisodeRecord:
         """One episode on the current weights, not trained on. Raises what the agent raised."""
         self._rollouts += 1
-        outcome = await self._evaluated(agent, self._rollouts, task, greedy)
+        async with self._warning():
+            outcome = await self._run_outside(agent, self._rollouts, task, greedy)
         if isinstance(outcome, Failure):
             raise outcome.error
         return outcome
 
-    async def _evaluated(self, agent: Agent, index: int, task: Task, greedy: bool) -> EpisodeRecord | Failure:
+    async def _run_outside(self, agent: Agent, index: int, task: Task, greedy: bool) -> EpisodeRecord | Failure:
         sampling = Sampling(self.config.sampling.max_new_tokens, 0.0 if greedy else self.config.sampling.temperature)
         episode = self.cluster.episode(EVALUATION, index, str(task["id"]), sampling, name_of(agent))
-        with self._busy_with(episode):
-            return await run_episode(agent, episode, task, self.config.episode.timeout_s)
-
-    @contextmanager
-    def _busy_with(self, what: Episode | str) -> Iterator[None]:
-        """The watchdog speaks of it when it takes long."""
-        self._beside.progress()
-        self._doing[what] = None
+        self._outside[episode] = None
         try:
-            yield
+            return await run_episode(agent, episode, task, self.config.episode.timeout_s, self._deadlines)
         finally:
-            del self._doing[what]
-            self._beside.progress()
+            del self._outside[episode]
 
     async def change_servers(self, *, count: int | None = None, urls: Sequence[str] | None = None) -> None:
         """Have `count` servers, or those at `urls`, from now on: others join or leave. `servers.toml` in the run folder
@@ -351,24 +352,12 @@ class Controller:
         journal = Journal(partial(self.ledger.append_call, group, member), recorded)
         return self.cluster.episode(group, member, task_id, sampling, agent, journal)
 
-    def _observe(self, fact: Fact) -> None:
-        """Tells the watchdog of progress."""
-        if isinstance(fact, Trained):
-            self._completed = 0
-        if isinstance(fact, Completed):
-            self._completed += 1
-        # That many complete groups without a step are a livelock: each of them was dropped as stale.
-        enough = self._completed <= self.config.train.batch_groups * (self.config.staleness.max + 2)
-        woke = isinstance(fact, Admitted) and self._rollout.woken  # after an idle time a new wait begins
-        if woke or (enough and isinstance(fact, Completed | Trained)):
-            self._watchdog.progress()
-
     def _describe(self) -> list[str]:
         return [*waits_of(self.scheduler), *self._describe_episodes(self._rollout.running.values())]
 
-    def _describe_beside(self) -> list[str]:
-        lines = [what for what in self._doing if isinstance(what, str)]
-        return [*lines, *self._describe_episodes(what for what in self._doing if isinstance(what, Episode))]
+    def _warning(self, what: str = "") -> AbstractAsyncContextManager[Wait]:
+        """The watchdog warns when this takes long. what: is waited for; without it, the episodes outside training."""
+        return self._watchdog.warning(lambda: [what] if what else self._describe_episodes(self._outside))
 
     def _describe_episodes(self, episodes: Iterable[Episode]) -> list[str]:
         fleet = getattr(self.cluster, "fleet", None)  # None before the servers are there

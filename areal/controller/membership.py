@@ -34,7 +34,7 @@ HEAD = f"""\
 """
 LONGEST = 65536
 """Bytes that the file may have."""
-LEAVING = {"dead": 0, "starting": 1}
+LEAVING = {"gone": 0, "dead": 0, "starting": 1, "waiting": 1}
 """Who leaves first when there are too many; of those that serve, or just take new weights, the one that came last."""
 
 log = logging.getLogger("areal")
@@ -129,7 +129,7 @@ class Membership:
         settings = self._config.changed({key: wanted[self._key], "placement.servers": []}, self._file.name).servers
         log.info("servers.%s = %s from now on", self._key, to_text(wanted[self._key], key))
         for server in self._servers:
-            if server.given_up:
+            if server.state == "gone":
                 await self._leave(server)
         await (self._to_count(settings.count) if self._key == "count" else self._to_urls(settings.urls))
 
@@ -180,8 +180,8 @@ class Membership:
         try:
             server = self._cluster.fleet.join(index, await start)
             async with asyncio.timeout(limit):
-                await server.served.wait()
-            if server.died.is_set():
+                state = await server.until("accepting", "dead", "gone")
+            if state != "accepting":
                 raise ServerLost(f"{server.client.url} died before it served: {server.reason}")
         except Exception as error:
             if server:

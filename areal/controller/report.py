@@ -54,7 +54,7 @@ class Reporter:
         self._loop_watch = loop_watch
         self._started = asyncio.get_running_loop().time()
         self._trained_tokens = 0
-        self._train_s = self._still_s = 0.0
+        self._train_s = self._paused_s = 0.0
         self._lost_told = 0
         self._gap_max = math.nan
 
@@ -68,7 +68,7 @@ class Reporter:
         seconds, self._last_step = loop_time - self._last_step, loop_time
         before, self._fleet_stats = self._fleet_stats, self._cluster.fleet.stats()
         self._train_s += seconds
-        self._still_s += self._fleet_stats.still_s - before.still_s
+        self._paused_s += self._fleet_stats.paused_s - before.paused_s
         self._trained_tokens += stats.tokens
         self._gap_max = float(np.fmax(self._gap_max, stats.logprob_gap_max))
         ages = staleness_of(batch)
@@ -83,7 +83,7 @@ class Reporter:
             masked_share=late / max(1, sum(ages.values())),
             generated_tokens_per_s=(self._fleet_stats.tokens - before.tokens) / seconds,
             trained_tokens_per_s=stats.tokens / stats.seconds,
-            still_share=(self._fleet_stats.still_s - before.still_s) / seconds,
+            still_share=(self._fleet_stats.paused_s - before.paused_s) / seconds,
             logprob_gap=stats.logprob_gap_max,
             success=self._success,
             episodes_running=len(self._rollout.running),
@@ -158,6 +158,6 @@ class Reporter:
             },
             "tokens_generated": fleet.tokens if fleet else 0,
             "tokens_trained": self._trained_tokens,
-            "weights_pause_share": self._still_s / self._train_s if self._train_s else 0.0,
+            "weights_pause_share": self._paused_s / self._train_s if self._train_s else 0.0,
             "logprob_gap_max": self._gap_max,
         }

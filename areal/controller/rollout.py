@@ -23,6 +23,7 @@ from areal.controller.ledger import Ledger
 from areal.controller.log import RunLog
 from areal.controller.scheduler import Scheduler
 from areal.data import Tasks
+from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import (
     ArealError,
     DataError,
@@ -36,14 +37,6 @@ from areal.errors import (
 from areal.masking import mask
 from areal.types import NOT_SAMPLED, EpisodeRecord, Task
 
-END_S = 5.0
-"""Seconds that a cancelled agent has to end."""
-BACK_OFF_S = {"server": 0.5, "reward": 0.5, "data": 0.5, "agent": 0.1}
-"""Kind of failure -> seconds before the episode is tried again, doubled each time: what an agent, its tools, its reward
-or its data ask may be overloaded. A time-out has waited already."""
-MAX_BACK_OFF_S = 30.0
-"""The longest such wait."""
-IDLE_S = 1.0
 MESSAGE_LIMIT = 4000
 
 log = logging.getLogger("areal")
@@ -76,11 +69,13 @@ _left_behind: set[asyncio.Task[float]] = set()
 """Agents that ignored their cancellation: held, so that asyncio does not drop them in mid-flight."""
 
 
-async def run_episode(agent: Agent, episode: Episode, task: Task, timeout_s: float) -> EpisodeRecord | Failure:
+async def run_episode(
+    agent: Agent, episode: Episode, task: Task, timeout_s: float, deadlines: Deadlines = DEADLINES
+) -> EpisodeRecord | Failure:
     """Run the agent once, in a task of its own, under its deadline. Only cancellation and areal's own bugs escape.
 
-    The agent gets a copy of the task. One that ignores its cancellation is left behind after END_S: it can neither
-    hold up the run nor turn a time-out into a reward.
+    The agent gets a copy of the task. One that ignores its cancellation is left behind after `deadlines.agent`: it can
+    neither hold up the run nor turn a time-out into a reward.
     """
     loop = asyncio.get_running_loop()
     start = loop.time()
@@ -88,11 +83,11 @@ async def run_episode(agent: Agent, episode: Episode, task: Task, timeout_s: flo
     try:
         await asyncio.wait((running,), timeout=timeout_s)
     except asyncio.CancelledError:
-        await _end(running, episode)
+        await _end(running, episode, deadlines.agent)
         raise
     if not running.done():
         message = f"no reward after episode.timeout_s={timeout_s:g}: {episode.state}"
-        await _end(running, episode)
+        await _end(running, episode, deadlines.agent)
         return Failure("timeout", message, DeadlineExceeded(message))
     try:
         return episode.finish(running.result(), loop.time() - start)
@@ -125,12 +120,12 @@ async def _call(agent: Agent, episode: Episode, task: Task) -> float:
         raise EpisodeError(f"{name_of(agent)} raised {type(error).__name__}: {error}") from error
 
 
-async def _end(running: asyncio.Task[float], episode: Episode) -> None:
-    """Cancel an agent and give it END_S, or less when the caller is cancelled, too."""
+async def _end(running: asyncio.Task[float], episode: Episode, grace_s: float) -> None:
+    """Cancel an agent and give it `grace_s`, or less when the caller is cancelled, too."""
     running.cancel()
     why = "was still ending"
     try:
-        await asyncio.wait((running,), timeout=END_S)
+        await asyncio.wait((running,), timeout=grace_s)
         why = "ignores its cancellation: let CancelledError pass"
     finally:
         episode.end()
@@ -181,7 +176,9 @@ class RolloutLoop:
         *,
         members: int,
         timeout_s: float,
+        deadlines: Deadlines = DEADLINES,
     ) -> None:
+        self._deadlines = deadlines
         self._scheduler = scheduler
         self._log = log
         self._ledger = ledger
@@ -229,7 +226,7 @@ class RolloutLoop:
                 asked = asyncio.get_running_loop().time()
                 try:
                     task, position = await anext(source)
-                    self.woken = not self.running and asyncio.get_running_loop().time() > asked + IDLE_S
+                    self.woken = not self.running and asyncio.get_running_loop().time() > asked + self._deadlines.idle
                 except StopAsyncIteration:
                     break
                 finally:
@@ -266,7 +263,7 @@ class RolloutLoop:
             episode = self._new_episode(number, member, task["id"], name_of(agent), not tries)
             self.running[number, member] = episode
             try:
-                outcome = await run_episode(agent, episode, task, self._timeout_s)
+                outcome = await run_episode(agent, episode, task, self._timeout_s, self._deadlines)
             finally:
                 del self.running[number, member]
             if isinstance(outcome, EpisodeRecord) and not outcome.turns:
@@ -289,5 +286,5 @@ class RolloutLoop:
             group = self._log.state.open.get(number)
             if group is None or member not in group.pending:
                 return
-            if back_off := BACK_OFF_S.get(kind):
-                await asyncio.sleep(min(back_off * 2 ** min(tries - 1, 10), MAX_BACK_OFF_S))
+            if wait := self._deadlines.retry[kind]:
+                await asyncio.sleep(min(wait * 2 ** min(tries - 1, 10), self._deadlines.longest_retry))

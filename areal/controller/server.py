@@ -1,4 +1,12 @@
-"""One server as the fleet sees it, from its start to its death; a restart is a new Server at the same index."""
+"""One server as the fleet sees it, from its start to its death; a restart makes a new Server with the same index.
+
+    starting -> waiting -> accepting <-> suspect
+                   |        |  ^
+                   |        v  |
+                   +--> draining, paused            any of them -> dead -> gone
+
+A server is in exactly one state. `become` changes it, and `until` waits for it.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +16,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import ArealError, ServerError
 from areal.types import Generation
 from areal.workers.protocols import ServerClient
 
-HEALTH_S = 5.0
-"""Seconds between health checks."""
-RETRY_S = 1.0
-"""Seconds from a failed health check to the next; MISSES failed ones in a row mean that the server is dead."""
 MISSES = 3
+"""Failed health checks in a row after which a server is dead."""
 
-State = Literal["starting", "open", "closed", "dead"]
+State = Literal["starting", "waiting", "accepting", "suspect", "draining", "paused", "dead", "gone"]
+"""starting: has not answered yet. waiting: for the current weights. accepting: takes requests. suspect: none until the
+next health check, since one failed. draining: its requests were aborted for new weights. paused: it keeps its
+requests while it loads new weights. dead: about to be restarted. gone: given up, or removed."""
+UP: tuple[State, ...] = ("waiting", "accepting", "suspect", "draining", "paused", "dead", "gone")
+"""Every state of a server that has answered, or never will."""
 End = Literal["interrupt", "timeout", "cancel", "dead"]
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One `/generate`: its place in line, then on a server.
+    """One request: its place in the queue, then its slot on a server.
 
     answer: what its caller waits for; None when its socket was closed. end: why it was aborted, if it was.
     """
@@ -34,7 +45,7 @@ class Call:
     since: float
     avoid: Server | None = None
     server: Server | None = None
-    place: asyncio.Future[None] | None = None
+    slot: asyncio.Future[None] | None = None
     task: asyncio.Task[Generation | ArealError] | None = None
     answer: asyncio.Future[Generation | ArealError | None] | None = None
     end: End | None = None
@@ -42,39 +53,68 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """state: `starting` until it first serves, `closed` while it takes new weights, `dead` for good.
-
-    label: the name of its weights, None until it has said so; version: the same as a number, None if not ours.
-    up: set once it has said what it holds, or died. served: set once it has served, or died. died: set when it is dead,
-    for the reason `reason`. given_up: dead, and not started again. settled: clear while it holds calls for new weights.
-    doubtful: a connection to it broke, so it gets no call until the next health check, which `check` asks for.
-    """
+    """label: the name of its weights, None until it has said so; version: the same as a number, None if not ours.
+    calls: the requests that have a slot here, by rid. answered: when it last answered one. reason: why it is dead."""
 
     index: int
     client: ServerClient
+    deadlines: Deadlines = DEADLINES
     state: State = "starting"
     label: str | None = None
     version: int | None = None
     calls: dict[str, Call] = field(default_factory=dict)
     answered: float = 0.0
-    doubtful: bool = False
-    up: asyncio.Event = field(default_factory=asyncio.Event)
-    check: asyncio.Event = field(default_factory=asyncio.Event)
-    served: asyncio.Event = field(default_factory=asyncio.Event)
-    died: asyncio.Event = field(default_factory=asyncio.Event)
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
-    given_up: bool = False
+    _waiters: list[tuple[tuple[State, ...], asyncio.Future[State]]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.settled.set()
+    @property
+    def is_dead(self) -> bool:
+        return self.state in ("dead", "gone")
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state in ("accepting", "suspect")
+
+    @property
+    def is_loading(self) -> bool:
+        return self.state in ("draining", "paused")
+
+    def become(self, state: State, reason: str = "") -> None:
+        self.state, self.reason = state, reason or self.reason
+        for states, waiter in self._waiters:
+            if state in states and not waiter.done():
+                waiter.set_result(state)
+
+    async def until(self, *states: State) -> State:
+        """Wait for one of `states`, and return the first that the server is in, even if it has left it since."""
+        if self.state in states:
+            return self.state
+        waiter = (states, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        try:
+            return await waiter[1]
+        finally:
+            self._waiters.remove(waiter)
+
+    def holds(self, label: str, version: int | None) -> None:
+        """The server has the weights `label`."""
+        self.label, self.version = label, version
+
+    def heard(self) -> None:
+        """It has just answered a request, well or badly."""
+        self.answered = asyncio.get_running_loop().time()
+
+    def suspect(self) -> None:
+        """A request failed: no more of them before a health check, which follows at once."""
+        if self.state == "accepting":
+            self.become("suspect")
 
     async def failure(self, exited: Callable[[int], Awaitable[str]] | None, cleared: Callable[[], None]) -> str:
-        """Why this server is dead, once it is: its process ended, it is not healthy, or `died` was set.
+        """Why this server is dead, once it is: its process ended, it is not healthy, or it was declared dead.
 
-        cleared() is called when a doubtful server turned out to be well.
+        cleared() is called when a suspect server turned out to be well.
         """
-        watches = [asyncio.create_task(self._told()), asyncio.create_task(self._unhealthy(cleared))]
+        watches = [asyncio.create_task(self._declared()), asyncio.create_task(self._unhealthy(cleared))]
         if exited:
             watches.append(asyncio.create_task(_result(exited(self.index))))
         try:
@@ -85,45 +125,37 @@ class Server:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _told(self) -> str:
-        await self.died.wait()
+    async def _declared(self) -> str:
+        await self.until("dead", "gone")
         return self.reason
 
     async def _unhealthy(self, cleared: Callable[[], None]) -> str:
         misses = 0
         while misses < MISSES:
             if misses:
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self.deadlines.health_retry)
             else:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(HEALTH_S):
-                        await self.check.wait()
-            asked = self.check.is_set()
-            self.check.clear()
+                    async with asyncio.timeout(self.deadlines.health):
+                        await self.until("suspect")
+            suspected = self.state == "suspect"
             try:
                 well = await self.client.healthy()
-                if well and asked and (wrong := await self._wrong_label()):
+                if well and suspected and (wrong := await self._wrong_label()):
                     return wrong
-            except ServerError:  # a connection may break once, as the one that made it doubtful did
+            except ServerError:  # a connection may break once, as the one that made it suspect did
                 well = False
-            if not well:
-                misses += 1
-                if asked:
-                    self.check.set()
-                continue
-            misses = 0
-            if asked and self.doubtful:
-                self.doubtful = False
+            misses = 0 if well else misses + 1
+            if well and suspected and self.state == "suspect":
+                self.become("accepting")
                 cleared()
         return f"{self.client.url}/health failed {MISSES} times in a row"
 
     async def _wrong_label(self) -> str | None:
-        """Somebody else may have started the server again, or given it other weights."""
-        if self.state != "open":
-            return None
+        """Another program may have restarted the server, or given it other weights."""
         expected = self.label
         info = await self.client.info()
-        if self.state == "open" and self.label == expected != info.label:
+        if self.state == "suspect" and self.label == expected != info.label:
             return f"{self.client.url} holds weights {info.label!r} instead of {expected!r}"
         return None
 

@@ -1,7 +1,7 @@
-"""Says what a run waits for when it makes no progress, and ends it in the end (I7).
+"""Says what a run waits for when it makes no progress, and ends the run if that goes on for too long (I7).
 
-Progress is a training step done or a group becoming trainable. The watchdog sleeps until the moment at which the
-last progress is old enough. The event loop has a watch of its own, and the garbage collector is kept from stopping it.
+Whatever takes long is a named wait: training, the start of the workers, an evaluation. The event loop has a watch of
+its own, and the garbage collector is kept from stopping it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
+from areal.controller.facts import Admitted, Completed, Fact, Trained
+from areal.controller.rollout import RolloutLoop
 from areal.controller.scheduler import Scheduler
+from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import Stalled
-
-FIRST_WORD_S = 45.0
-"""Seconds without progress after which it is said what is waited for; then after twice as many, and so on."""
 
 BEAT_S = 1.0
 BLOCKED_S = 10.0
@@ -63,46 +64,69 @@ def waits_of(scheduler: Scheduler) -> list[str]:
     return lines
 
 
-class Watchdog:
-    """describe: lines that name the episodes, servers and ranks that are waited for, longest first.
-    idle: True while the run rightly waits for somebody outside, such as a service without questions. dump: the file
-    that gets the stacks of all tasks and threads when the run is ended."""
+class Wait:
+    """One thing that a run waits for.
+
+    describe: lines that say what for, longest wait first. timeout_s: seconds without progress after which the run ends.
+    idle: True while the wait is rightful, such as for the users of a service.
+    """
 
     def __init__(
-        self, timeout_s: float, describe: Callable[[], list[str]], idle: Callable[[], bool], dump: Path
+        self,
+        describe: Callable[[], list[str]],
+        timeout_s: float = math.inf,
+        idle: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._timeout_s = timeout_s
-        self._describe = describe
-        self._idle = idle
-        self._dump = dump
-        self._last = 0.0
+        self.describe = describe
+        self.timeout_s = timeout_s
+        self.idle = idle
+        self.progress()
 
     def progress(self) -> None:
-        self._last = asyncio.get_running_loop().time()
+        """Something came of it: the time counts from here."""
+        self.since = asyncio.get_running_loop().time()
 
-    async def run(self) -> None:
-        """Raises Stalled; never returns."""
+
+class Watchdog:
+    """Watches what the run waits for. dump: the file that gets the stacks of all tasks and threads when a wait has
+    timed out."""
+
+    def __init__(self, dump: Path, deadlines: Deadlines = DEADLINES) -> None:
+        self._dump = dump
+        self._first_warning_s = deadlines.first_warning
+
+    @asynccontextmanager
+    async def warning(self, describe: Callable[[], list[str]]) -> AsyncIterator[Wait]:
+        """Warn when what happens inside makes no progress. It has deadlines of its own, so that this never ends it."""
+        wait = Wait(describe)
+        watch = asyncio.create_task(self.watch(wait), name="watchdog")
+        try:
+            yield wait
+        finally:
+            watch.cancel()
+
+    async def watch(self, wait: Wait) -> None:
+        """Warn without progress, again after twice as long, and so on. Raises Stalled; never returns."""
         loop = asyncio.get_running_loop()
-        self._last = loop.time()
-        word = FIRST_WORD_S
+        warning_s = self._first_warning_s
         while True:
-            last = self._last
-            due = min(word, self._timeout_s)
-            await asyncio.sleep(min(last + due - loop.time(), FIRST_WORD_S))
-            if self._idle():
-                self._last = loop.time()
-            if self._last > last:
-                word = FIRST_WORD_S
-            if loop.time() < self._last + due:
+            since = wait.since
+            due_s = min(warning_s, wait.timeout_s)
+            await asyncio.sleep(min(since + due_s - loop.time(), self._first_warning_s))
+            if wait.idle():
+                wait.progress()
+            if wait.since > since:
+                warning_s = self._first_warning_s
+            if loop.time() < wait.since + due_s:
                 continue
-            waits = "\n  ".join(self._describe() or ["nothing is in flight"])
-            if due == self._timeout_s:
+            waits = "\n  ".join(wait.describe() or ["nothing is in flight"])
+            if due_s == wait.timeout_s:
                 raise Stalled(
-                    f"no step done and no group finished for watchdog_s={self._timeout_s:g}; waiting for:\n  {waits}\n"
+                    f"no step done and no group finished for watchdog_s={due_s:g}; waiting for:\n  {waits}\n"
                     f"the stacks of all tasks are in {self._write_stacks()}"
                 )
-            log.warning("no progress for %.0f s; waiting for:\n  %s", due, waits)
-            word *= 2
+            log.warning("no progress for %.0f s; waiting for:\n  %s", due_s, waits)
+            warning_s *= 2
 
     def _write_stacks(self) -> Path:
         with self._dump.open("w") as file:
@@ -112,6 +136,26 @@ class Watchdog:
             print("\nthreads", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
         return self._dump
+
+
+class Progress:
+    """An observer of the log: what counts as progress of training. That is a step done, or a group that became
+    trainable, but not group after group without a step, each of which was dropped as stale: that is a livelock."""
+
+    def __init__(self, wait: Wait, rollout: RolloutLoop, groups_per_step: int) -> None:
+        """groups_per_step: complete groups without a step above which there is no progress."""
+        self._wait = wait
+        self._rollout = rollout
+        self._limit = groups_per_step
+        self._completed = 0
+
+    def observe(self, fact: Fact) -> None:
+        if isinstance(fact, Completed | Trained):
+            self._completed = 0 if isinstance(fact, Trained) else self._completed + 1
+            if self._completed <= self._limit:
+                self._wait.progress()
+        elif isinstance(fact, Admitted) and self._rollout.woken:  # after an idle time a new wait begins
+            self._wait.progress()
 
 
 class LoopWatch:

@@ -30,6 +30,7 @@ from areal.controller.fleet import Fleet
 from areal.controller.ranks import Ranks
 from areal.controller.server import Server
 from areal.controller.signal import Signal
+from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import ArealError, PublishError, ServerError, ServerLost, ServerRefused, TrainerError
 from areal.types import Floats, Ints
 from areal.workers.rollout.client import make_label
@@ -90,6 +91,7 @@ class WeightSync:
         changed: Signal | None = None,
         host: str = "127.0.0.1",
         backend: str = "gloo",
+        deadlines: Deadlines = DEADLINES,
     ) -> None:
         self._settings = config.weights
         self._exact = config.model.dtype == "float32"
@@ -108,7 +110,7 @@ class WeightSync:
         widths = [len(devices) for devices in config.placement.servers]
         self._broadcast: Broadcast | None = None
         if config.weights.transport == "group":
-            self._broadcast = Broadcast(ranks, origin, host, backend, config.weights.timeout_s, widths)
+            self._broadcast = Broadcast(ranks, origin, host, backend, config.weights.timeout_s, widths, deadlines)
 
     async def publish(self, version: int) -> PublishStats:
         """Bring all servers to the weights that the trainer holds, as `version`.
@@ -142,7 +144,7 @@ class WeightSync:
             async def update(server: Server) -> None:
                 try:
                     async with self._deadline(server):
-                        await (self._fleet.hold if self._retracts else self._fleet.interrupt)(server)
+                        await (self._fleet.pause if self._retracts else self._fleet.interrupt)(server)
                         await server.client.load_disk(str(self._path(version)), current.label, abort=not self._retracts)
                         await finish(server)
                 except ServerError as error:
@@ -150,7 +152,7 @@ class WeightSync:
 
             todo = [server for server in servers if server not in failed]
             for some in [[server] for server in todo] if self._settings.rollout == "rolling" else [todo]:
-                if not (some := [server for server in some if server.state != "dead"]):
+                if not (some := [server for server in some if not server.is_dead]):
                     continue  # it died while others took theirs
                 if self._broadcast:  # in a rolling publication a group of two, anew for each server
                     some = await self._broadcast.prepare(some, fail)
@@ -190,12 +192,12 @@ class WeightSync:
 
     async def _bring(self, server: Server) -> None:
         async with self._lock:
-            if server.state != "starting":
+            if server.state != "waiting":
                 return  # a publication took it along, or it has died
             current = self._current
             if current is None:
                 if server.version is not None and server.label:
-                    self._fleet.open(server, server.label)
+                    self._fleet.accept(server, server.label)
                 return
             if self._exported != current.version:
                 if self._ranks.version != current.version:
@@ -215,7 +217,7 @@ class WeightSync:
         where no publication follows. Raises TrainerError."""
         self.owing = False
         for server in tuple(self._fleet.servers):
-            if server.state == "starting" and server.up.is_set():
+            if server.state == "waiting":
                 try:
                     await self._bring(server)
                 except ServerError as error:
@@ -248,10 +250,10 @@ class WeightSync:
     async def _finish(self, server: Server, current: Current) -> float:
         """Flush, verify, open; the log-prob gap. A load leaves old KV behind when something still ran; in a pause
         nothing does, and the load itself has flushed."""
-        if server.settled.is_set():
-            await server.client.flush()
-        else:
+        if server.state == "paused":
             await server.client.resume()
+        else:
+            await server.client.flush()
         gap = float("nan")
         if current.expected is not None:
             difference = np.abs(await server.client.score(self._probe) - current.expected)
@@ -262,7 +264,7 @@ class WeightSync:
                     f"{server.client.url}: after loading {current.label} its log-probs differ from the trainer's by "
                     f"{gap:.3g}, more than {tolerance:g}"
                 )
-        self._fleet.open(server, current.label)
+        self._fleet.accept(server, current.label)
         return gap
 
     def _deadline(self, server: Server) -> _Deadline:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal.controller import broadcast as broadcast_module
 from areal.controller.broadcast import Broadcast
 from areal.controller.server import Server
+from areal.deadlines import Deadlines
 from areal.errors import ArealError, ServerLost, ServerRefused, TrainerError
 from areal.types import TensorSpec
 from areal.workers.protocols import WeightGroup
@@ -63,21 +63,17 @@ class Trainer:
             raise outcome[1]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast_module, "GRACE_S", 0.6)
-
-
 async def send(trainer: Trainer, *clients: Client, widths: Sequence[int] = ()) -> tuple[set[str], dict[str, str]]:
     """(servers that finished, reasons of those that were failed)"""
-    broadcast = Broadcast(SimpleNamespace(client=trainer), "run.0", "127.0.0.1", "gloo", 1.0, widths)  # type: ignore[arg-type]
-    servers = [Server(i, client, "closed") for i, client in enumerate(clients)]  # type: ignore[arg-type]
+    ranks, deadlines = SimpleNamespace(client=trainer), Deadlines(group=0.6)
+    broadcast = Broadcast(ranks, "run.0", "127.0.0.1", "gloo", 1.0, widths, deadlines)  # type: ignore[arg-type]
+    servers = [Server(i, client, state="draining") for i, client in enumerate(clients)]  # type: ignore[arg-type]
     finished: set[str] = set()
     failed: dict[str, str] = {}
 
     def fail(server: Server, error: ArealError) -> None:
         failed[server.client.url] = str(error)
-        server.state = "dead"
+        server.become("dead")
 
     async def finish(server: Server) -> None:
         finished.add(server.client.url)

@@ -16,15 +16,13 @@ import numpy as np
 import pytest
 
 from areal.config import Config
-from areal.controller import broadcast as broadcast_module
-from areal.controller import fleet as fleet_module
 from areal.controller import membership as membership_module
-from areal.controller import server as server_module
 from areal.controller.cluster import Cluster
 from areal.controller.fleet import Fleet
 from areal.controller.membership import Membership
 from areal.controller.ranks import Ranks
 from areal.controller.weights import WeightSync, probe_ids
+from areal.deadlines import Deadlines
 from areal.errors import ArealError, ConfigError, ProcessError, ServerLost, TrainerError
 from areal.types import Completion, Sampling
 from areal.workers.protocols import ServerClient, Workers
@@ -34,13 +32,11 @@ from tests.fake_server import EOS, ORIGIN, VOCAB, FakeServer, FakeTrainer, check
 TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "group"])
 
 
+DEADLINES = Deadlines(health=0.1, health_retry=0.02, restart=0.01, group=0.5)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_S", 0.05)
-    monkeypatch.setattr(fleet_module, "RESTART_S", 0.01)
-    monkeypatch.setattr(server_module, "HEALTH_S", 0.1)
-    monkeypatch.setattr(server_module, "RETRY_S", 0.02)
-    monkeypatch.setattr(broadcast_module, "GRACE_S", 0.5)
     monkeypatch.setattr(membership_module, "PERIOD_S", 0.02)
 
 
@@ -110,7 +106,7 @@ class Run(SimpleNamespace):
         return [server.index for server in self.fleet.servers]
 
     async def all_open(self) -> None:
-        await until(lambda: all(server.state == "open" for server in self.fleet.servers))
+        await until(lambda: all(server.state == "accepting" for server in self.fleet.servers))
 
 
 async def until(condition: Any) -> None:
@@ -131,7 +127,13 @@ async def running(
     starts = [machine.connect(url) for url in urls] or [machine.start_server(index) for index in range(count)]
     clients = await asyncio.gather(*starts)
     fleet = Fleet(
-        config, clients, origin=ORIGIN, stop_ids=[EOS], restart=None if urls else machine.start_server, exited=None
+        config,
+        clients,
+        origin=ORIGIN,
+        stop_ids=[EOS],
+        restart=None if urls else machine.start_server,
+        exited=None,
+        deadlines=DEADLINES,
     )
     trainer = FakeTrainer()
     ranks = Ranks(cast(Workers, machine), trainer, 0)
@@ -178,7 +180,7 @@ async def test_servers_join_at_the_current_version_and_leave_without_losing_a_to
         await asyncio.sleep(0.02)
         await run.publish(1)
         await run.members.change({"count": 3})
-        assert {server.state for server in run.fleet.servers} == {"open"}
+        assert {server.state for server in run.fleet.servers} == {"accepting"}
         assert run.indices() == [0, 1, 2]
         assert run.machine.grown == 3
         assert {server.label for server in run.machine.servers.values()} == {"run.0:1"}
@@ -402,24 +404,24 @@ async def test_a_server_that_does_not_start_leaves_the_others(tmp_path: Path) ->
 async def test_servers_that_were_given_up_leave_first_and_are_replaced(tmp_path: Path) -> None:
     async with running(tmp_path, "servers.restarts=0", count=2) as run:
         await run.machine.servers[0].stop()
-        await until(lambda: run.fleet.servers[0].given_up)
+        await until(lambda: run.fleet.servers[0].state == "gone")
         await run.members.change({"count": 1})
         assert run.indices() == [1]
         call = run.calls(1, 20)[0]
         assert check(await call, [0, 0], 20) == [0] * 20
         await run.members.change({"count": 2})
         await run.machine.servers[1].stop()
-        await until(lambda: run.fleet._at(1).given_up)
+        await until(lambda: run.fleet._at(1).state == "gone")
         await run.members.change({"count": 2})
         assert sorted(run.indices()) == [0, 1]
-        assert {server.state for server in run.fleet.servers} == {"open"}
+        assert {server.state for server in run.fleet.servers} == {"accepting"}
 
 
 async def test_one_that_was_given_up_leaves_before_one_that_starts_again(tmp_path: Path) -> None:
     async with running(tmp_path, "servers.restarts=1", count=2) as run:
         run.machine.broken.add(0)
         await run.machine.servers[0].stop()
-        await until(lambda: run.fleet.servers[0].given_up)
+        await until(lambda: run.fleet.servers[0].state == "gone")
         run.machine.slow.clear()
         await run.machine.servers[1].stop()
         await until(lambda: run.fleet.stats().restarts == 2)
@@ -436,7 +438,7 @@ async def test_one_that_is_being_started_again_leaves_before_an_open_one(tmp_pat
         await run.machine.servers[lost].stop()
         await until(lambda: run.fleet.stats().restarts == 1)
         await run.members.change({"count": 1})
-        assert [(server.index, server.state) for server in run.fleet.servers] == [(1 - lost, "open")]
+        assert [(server.index, server.state) for server in run.fleet.servers] == [(1 - lost, "accepting")]
         run.machine.slow.set()
         await asyncio.sleep(0.1)
         assert list(run.machine.servers) == [1 - lost], "its restart went on"
@@ -447,7 +449,7 @@ async def test_the_one_that_came_last_leaves_whoever_takes_weights_just_then(tmp
     async with running(tmp_path, count=2) as run:
         run.machine.servers[0].load_s = 0.3
         publishing = asyncio.create_task(run.publish(1))
-        await until(lambda: [server.state for server in run.fleet.servers] == ["closed", "open"])
+        await until(lambda: [server.state for server in run.fleet.servers] == ["draining", "accepting"])
         await run.members.change({"count": 1})
         await publishing
         assert run.indices() == [0]
@@ -516,7 +518,7 @@ async def test_ranks_that_fail_do_not_take_the_fleet_along(tmp_path: Path, monke
         with monkeypatch.context() as patch:
             patch.setattr(run.trainer, "export", export)
             change = asyncio.create_task(run.members.change({"count": 2}))
-            await until(lambda: len(run.fleet.servers) == 2 and run.fleet.servers[1].up.is_set())
+            await until(lambda: len(run.fleet.servers) == 2 and run.fleet.servers[1].state == "waiting")
             await asyncio.sleep(0.05)
         assert not change.done()
         await run.publish(1)
@@ -528,13 +530,13 @@ async def test_time_stood_still_is_that_of_the_servers_of_its_day(tmp_path: Path
     async with running(tmp_path) as run:
         run.machine.servers[0].load_s = 0.2
         await run.publish(1)
-        before = run.fleet.stats().still_s
+        before = run.fleet.stats().paused_s
         assert before > 0.2
         run.machine.servers[0].load_s = 0.0
         await run.members.change({"count": 3})
-        assert run.fleet.stats().still_s == before
+        assert run.fleet.stats().paused_s == before
         await run.members.change({"count": 1})
-        assert before <= run.fleet.stats().still_s < before + 0.1
+        assert before <= run.fleet.stats().paused_s < before + 0.1
 
 
 async def test_places_that_the_settings_name_are_the_most_there_can_be(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from areal.controller.facts import Dropped, Fact, Failed, Finished, encode
 from areal.controller.ledger import Ledger
 from areal.controller.log import RunLog
 from areal.controller.rollout import RolloutLoop
-from areal.controller.scheduler import Scheduler, SchedulerSettings
+from areal.controller.scheduler import BUDGET_OF, Scheduler, SchedulerSettings
 from areal.data import Tasks
+from areal.deadlines import Deadlines
 from areal.errors import DataError, EpisodeError, RewardError, ServerLost, TooManyFailures
 from areal.types import Completion, Sampling, Task
 
@@ -41,6 +42,7 @@ class World:
             self.episode,
             members=self.config.group.size,
             timeout_s=self.config.episode.timeout_s,
+            deadlines=Deadlines(agent=0.1, retry=dict.fromkeys(BUDGET_OF, 0.2)),
         )
 
     def episode(self, group: int, member: int, task_id: str, agent: str, first: bool) -> Episode:
@@ -384,11 +386,8 @@ async def test_i9_a_reward_that_comes_after_the_time_out_does_not_count(world: W
 
 
 @pytest.mark.parametrize("world", [[*ONE_TRY[0], "episode.timeout_s=0.2"]], indirect=True)
-async def test_i7_an_agent_that_ignores_its_cancellation_is_left_behind(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_i7_an_agent_that_ignores_its_cancellation_is_left_behind(world: World) -> None:
     """It catches everything in a loop; its calls never return, so that it cannot spin either."""
-    monkeypatch.setattr(rollout, "END_S", 0.1)
     rounds, over = 0, False
 
     async def agent(episode: Episode, task: Task) -> float:
@@ -486,10 +485,7 @@ async def test_each_episode_has_a_task_of_its_own(world: World) -> None:
         (DataError("?"), "data"),
     ],
 )
-async def test_an_episode_that_failed_waits_longer_each_time(
-    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str
-) -> None:
-    monkeypatch.setattr(rollout, "BACK_OFF_S", dict.fromkeys(rollout.BACK_OFF_S, 0.2))
+async def test_an_episode_that_failed_waits_longer_each_time(world: World, error: Exception, kind: str) -> None:
     tries: list[float] = []
 
     async def agent(episode: Episode, task: Task) -> float:

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from areal.controller import router as router_module
 from areal.controller.router import HOMES, SLACK, Router
 from areal.controller.server import Call, Server
+from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import ServerError
 
 
@@ -17,8 +17,8 @@ class Client:
         self.url = url
 
 
-def servers(count: int, state: str = "open") -> list[Server]:
-    return [Server(i, Client(f"http://s{i}"), state) for i in range(count)]  # type: ignore[arg-type]
+def servers(count: int, state: str = "accepting") -> list[Server]:
+    return [Server(i, Client(f"http://s{i}"), state=state) for i in range(count)]  # type: ignore[arg-type]
 
 
 class Calls:
@@ -40,10 +40,9 @@ class Calls:
         return await self.router.wait(self.new(), timeout_s)
 
 
-async def test_calls_of_a_closed_router_leave_the_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_of_a_closed_router_leave_the_loop_to_others() -> None:
     """A loop that catches everything would spin."""
-    monkeypatch.setattr(router_module, "LATE_S", 0.02)
-    calls = Calls(Router(servers(1)))
+    calls = Calls(Router(servers(1), Deadlines(refusal=0.02)))
     calls.router.close()
     refused = 0
 
@@ -62,12 +61,12 @@ async def test_calls_of_a_closed_router_leave_the_loop_to_others(monkeypatch: py
 
 
 async def test_the_least_loaded_server_the_first_among_equals() -> None:
-    calls = Calls(Router(servers(3)))
+    calls = Calls(Router(servers(3), DEADLINES))
     assert [calls.place() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 async def test_an_episode_stays_unless_its_server_is_much_busier() -> None:
-    calls = Calls(Router(servers(2)))
+    calls = Calls(Router(servers(2), DEADLINES))
     assert calls.place("home") == 0
     assert [calls.place("home") for _ in range(SLACK)] == [0] * SLACK
     assert calls.place("home") == 1
@@ -75,7 +74,7 @@ async def test_an_episode_stays_unless_its_server_is_much_busier() -> None:
 
 
 async def test_a_loaded_server_is_nobodys_home() -> None:
-    router = Router(servers(2))
+    router = Router(servers(2), DEADLINES)
     calls = Calls(router)
     assert (calls.place("e"), calls.place("e")) == (0, 0)
     router.forget(router.servers[0])
@@ -83,7 +82,7 @@ async def test_a_loaded_server_is_nobodys_home() -> None:
 
 
 async def test_homes_are_bounded() -> None:
-    router = Router(servers(2))
+    router = Router(servers(2), DEADLINES)
     calls = Calls(router)
     for i in range(HOMES + 10):
         call = calls.new(f"e{i}")
@@ -95,35 +94,35 @@ async def test_homes_are_bounded() -> None:
 
 async def test_what_takes_no_calls() -> None:
     each = servers(4)
-    each[0].state, each[1].state, each[2].doubtful = "starting", "dead", True
-    calls = Calls(Router(each))
+    each[0].state, each[1].state, each[2].state = "starting", "dead", "suspect"
+    calls = Calls(Router(each, DEADLINES))
     assert [calls.place() for _ in range(3)] == [3, 3, 3]
 
 
 async def test_a_failed_server_is_avoided_where_there_is_another() -> None:
     each = servers(2)
-    calls = Calls(Router(each))
+    calls = Calls(Router(each, DEADLINES))
     assert calls.place(avoid=each[0]) == 1
     each[1].state = "dead"
     assert calls.place(avoid=each[0]) == 0
 
 
-async def test_an_open_server_takes_its_share_while_others_load() -> None:
-    each = servers(4, "closed")
-    router = Router(each)
+async def test_an_accepting_server_takes_its_share_while_others_load() -> None:
+    each = servers(4, "draining")
+    router = Router(each, DEADLINES)
     calls = Calls(router)
     waits = [asyncio.create_task(calls.wait()) for _ in range(40)]
     await asyncio.sleep(0)
     for count, server in enumerate(each, 1):
-        server.state = "open"
+        server.state = "accepting"
         router.dispatch()
         assert [len(s.calls) for s in each] == [10] * count + [0] * (4 - count)
     await asyncio.gather(*waits)
 
 
 async def test_first_come_first_served() -> None:
-    each = servers(1, "closed")
-    router = Router(each)
+    each = servers(1, "draining")
+    router = Router(each, DEADLINES)
     calls = Calls(router)
     order: list[int] = []
 
@@ -134,55 +133,55 @@ async def test_first_come_first_served() -> None:
     waits = [asyncio.create_task(wait(i)) for i in range(5)]
     await asyncio.sleep(0)
     assert calls.place() is None
-    each[0].state = "open"
+    each[0].state = "accepting"
     router.dispatch()
     await asyncio.gather(*waits)
     assert order == [0, 1, 2, 3, 4]
 
 
 async def test_i7_waiting_has_a_deadline() -> None:
-    router = Router(servers(2, "starting"))
-    with pytest.raises(ServerError, match=r"no place on a server for 0\.01 s: http://s0 is starting, http://s1 is sta"):
+    router = Router(servers(2, "starting"), DEADLINES)
+    with pytest.raises(ServerError, match=r"no slot on a server for 0\.01 s: http://s0 is starting, http://s1 is sta"):
         await Calls(router).wait(0.01)
     assert not router.waiting
 
 
 async def test_i8_a_cancelled_wait_leaves_no_trace() -> None:
-    each = servers(1, "closed")
-    router = Router(each)
+    each = servers(1, "draining")
+    router = Router(each, DEADLINES)
     calls = Calls(router)
     first, second = (asyncio.create_task(calls.wait()) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.sleep(0)
     assert len(router.waiting) == 1
-    each[0].state = "open"
+    each[0].state = "accepting"
     router.dispatch()
-    second.cancel()  # after it was given its place
+    second.cancel()  # after it was given its slot
     await asyncio.wait([first, second])
     assert (first.cancelled(), second.cancelled()) == (True, True)
     assert not each[0].calls
     assert not router.waiting
 
 
-async def test_a_place_on_a_gate_that_closed_meanwhile_is_given_back() -> None:
-    each = servers(2, "closed")
-    router = Router(each)
+async def test_a_slot_on_a_server_that_stopped_accepting_meanwhile_is_given_back() -> None:
+    each = servers(2, "draining")
+    router = Router(each, DEADLINES)
     wait = asyncio.create_task(Calls(router).wait())
     await asyncio.sleep(0)
-    each[0].state = "open"
+    each[0].state = "accepting"
     router.dispatch()
-    each[0].state = "closed"
+    each[0].state = "draining"
     await asyncio.sleep(0.01)
     assert not wait.done()
     assert not each[0].calls
-    each[1].state = "open"
+    each[1].state = "accepting"
     router.dispatch()
     assert await wait is each[1]
 
 
 async def test_close() -> None:
-    router = Router(servers(1, "starting"))
+    router = Router(servers(1, "starting"), DEADLINES)
     calls = Calls(router)
     wait = asyncio.create_task(calls.wait())
     await asyncio.sleep(0)

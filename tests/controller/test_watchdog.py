@@ -8,11 +8,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from areal.controller import watchdog
-from areal.controller.watchdog import COLLECT_EVERY, LoopWatch, Watchdog, spare_the_loop
+from areal.controller.facts import Admitted, Completed, Fact, Trained
+from areal.controller.watchdog import COLLECT_EVERY, LoopWatch, Progress, Wait, Watchdog, spare_the_loop
 from areal.errors import Stalled
 from areal.simulation import clock
 
@@ -22,7 +24,7 @@ async def test_i7_no_progress_ends_with_what_was_waited_for(tmp_path: Path) -> N
     start = loop.time()
     waits = ["episode 3.1 (task q7) awaits tool search, for 12.0 s", "server http://127.0.0.1:1 is dead"]
     with pytest.raises(Stalled) as caught:
-        await Watchdog(0.2, lambda: waits, lambda: False, tmp_path / "stalled.txt").run()
+        await Watchdog(tmp_path / "stalled.txt").watch(Wait(lambda: waits, 0.2))
     assert 0.2 <= loop.time() - start < 1
     assert "watchdog_s=0.2" in str(caught.value)
     assert all(line in str(caught.value) for line in waits)
@@ -30,16 +32,16 @@ async def test_i7_no_progress_ends_with_what_was_waited_for(tmp_path: Path) -> N
 
 async def test_i7_works_with_nothing_in_flight(tmp_path: Path) -> None:
     with pytest.raises(Stalled, match="nothing is in flight"):
-        await Watchdog(0.05, list, lambda: False, tmp_path / "stalled.txt").run()
+        await Watchdog(tmp_path / "stalled.txt").watch(Wait(list, 0.05))
 
 
 async def test_progress_puts_the_end_off_and_the_time_counts_from_the_last_one(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
-    dog = Watchdog(0.3, list, lambda: False, tmp_path / "stalled.txt")
-    run = asyncio.create_task(dog.run())
+    wait = Wait(list, 0.3)
+    run = asyncio.create_task(Watchdog(tmp_path / "stalled.txt").watch(wait))
     for _ in range(4):
         await asyncio.sleep(0.15)
-        dog.progress()
+        wait.progress()
     last = loop.time()
     with pytest.raises(Stalled):
         await run
@@ -48,7 +50,7 @@ async def test_progress_puts_the_end_off_and_the_time_counts_from_the_last_one(t
 
 async def test_waiting_for_somebody_outside_is_no_stall(tmp_path: Path) -> None:
     idle = True
-    run = asyncio.create_task(Watchdog(0.1, list, lambda: idle, tmp_path / "stalled.txt").run())
+    run = asyncio.create_task(Watchdog(tmp_path / "stalled.txt").watch(Wait(list, 0.1, lambda: idle)))
     await asyncio.sleep(0.35)
     assert not run.done()
     idle = False
@@ -62,7 +64,7 @@ async def test_the_stacks_of_all_tasks_are_kept(tmp_path: Path) -> None:
 
     stuck = asyncio.create_task(waits_for_a_tool(), name="episode 3.1")
     with pytest.raises(Stalled, match=r"stalled\.txt"):
-        await Watchdog(0.05, list, lambda: False, tmp_path / "stalled.txt").run()
+        await Watchdog(tmp_path / "stalled.txt").watch(Wait(list, 0.05))
     stuck.cancel()
     text = (tmp_path / "stalled.txt").read_text()
     assert "task episode 3.1" in text
@@ -77,14 +79,54 @@ def test_it_says_within_a_minute_what_is_waited_for(tmp_path: Path, caplog: pyte
     async def main() -> None:
         loop = asyncio.get_running_loop()
         describe: Callable[[], list[str]] = lambda: said.append(loop.time()) or ["a server"]  # type: ignore[func-returns-value]  # noqa: E731
-        dog = Watchdog(900, describe, lambda: False, tmp_path / "stalled.txt")
-        loop.call_later(100, dog.progress)
-        await dog.run()
+        wait = Wait(describe, 900)
+        loop.call_later(100, wait.progress)
+        await Watchdog(tmp_path / "stalled.txt").watch(wait)
 
     with caplog.at_level(logging.WARNING), pytest.raises(Stalled):
         clock.run(main())
     assert said == pytest.approx([45, 90, 145, 190, 280, 460, 820, 1000])
     assert "no progress for 45 s; waiting for:\n  a server" in caplog.text
+
+
+def test_what_has_deadlines_of_its_own_is_warned_of_and_never_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with Watchdog(tmp_path / "stalled.txt").warning(lambda: ["ranks to start"]):
+            await asyncio.sleep(10_000)
+        await asyncio.sleep(10_000)
+
+    with caplog.at_level(logging.WARNING):
+        clock.run(main())
+    assert len(caplog.records) == 8  # after 45, 90, ... 5,760 s
+    assert "no progress for 5760 s; waiting for:\n  ranks to start" in caplog.text
+
+
+def test_groups_that_are_dropped_one_after_the_other_are_no_progress(tmp_path: Path) -> None:
+    """A step is, and the first groups after it, and a task that comes after an idle time."""
+    rollout = SimpleNamespace(woken=False)
+
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        wait = Wait(list)
+        observe = Progress(wait, rollout, 2).observe  # type: ignore[arg-type]
+        seen = []
+
+        async def happens(*facts: Fact) -> None:
+            for fact in facts:
+                await asyncio.sleep(1)
+                observe(fact)
+            seen.append(loop.time() - wait.since)
+
+        await happens(Completed(0), Completed(1), Completed(2), Completed(3))
+        await happens(Trained(0, 1))
+        await happens(Admitted(4, "t", 4, 2))
+        rollout.woken = True
+        await happens(Admitted(5, "t", 5, 2))
+        return seen
+
+    assert clock.run(main()) == [2.0, 0.0, 1.0, 0.0]
 
 
 async def test_a_blocked_event_loop_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

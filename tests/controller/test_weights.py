@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from areal.config import Config
-from areal.controller import broadcast as broadcast_module
-from areal.controller import fleet as fleet_module
 from areal.controller.fleet import Fleet
 from areal.controller.ranks import Ranks
 from areal.controller.weights import WeightSync, probe_ids
+from areal.deadlines import Deadlines
 from areal.errors import ProcessError, PublishError, TrainerError
 from areal.types import Completion, Sampling
 from areal.workers.protocols import ServerClient, Workers
@@ -27,10 +26,7 @@ from tests.fake_server import EOS, ORIGIN, VOCAB, FakeServer, FakeTrainer, check
 TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "group"])
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_S", 0.05)
-    monkeypatch.setattr(broadcast_module, "GRACE_S", 0.5)
+DEADLINES = Deadlines(health=0.1, group=0.5)
 
 
 class Restarted:
@@ -87,7 +83,9 @@ async def running(
             await stack.enter_async_context(server)
         config = Config.load(["weights.timeout_s=1.0", *settings])
         clients = [client(server) for server in servers]
-        fleet = Fleet(config, clients, origin=ORIGIN, stop_ids=[EOS], restart=restart if restarts else never)
+        fleet = Fleet(
+            config, clients, origin=ORIGIN, stop_ids=[EOS], restart=restart if restarts else never, deadlines=DEADLINES
+        )
         trainer = FakeTrainer()
         ranks = Ranks(cast(Workers, Restarted()), trainer, 0)
         weights = WeightSync(
@@ -97,6 +95,7 @@ async def running(
             folder,
             origin=ORIGIN,
             probe=probe_ids(VOCAB),
+            deadlines=DEADLINES,
         )
         task = asyncio.create_task(fleet.run(weights.sync_server))
         try:
@@ -139,13 +138,13 @@ async def test_running_calls_go_on_under_each_new_version(tmp_path: Path, transp
         assert [(s.version, s.label, s.in_session) for s in servers] == [(2, "run.0:2", False)] * count
         assert run.fleet.lowest_version() == 2
         assert exports(run) == (["version-2"] if transport == "disk" else [])
-        assert 0 < run.fleet.stats().still_s < 1
+        assert 0 < run.fleet.stats().paused_s < 1
 
 
 async def test_labels_of_another_life_are_loaded_over(tmp_path: Path) -> None:
     server = FakeServer("run.7:4")
     async with running(tmp_path, server) as run:
-        assert run.fleet.servers[0].state == "starting"
+        assert run.fleet.servers[0].state == "waiting"
         call = asyncio.create_task(run.generate([1, 2], 5))
         await run.publish(37)
         assert check(await call, [1, 2], 5) == [37] * 5
@@ -180,7 +179,7 @@ async def test_a_server_that_fails_is_closed_and_brought_up_to_date(tmp_path: Pa
         for i, call in enumerate(calls):
             versions = check(await call, [i, i], 60)
             assert set(versions) == {0, 1}
-        await until(lambda: run.fleet.stats().open == 2)
+        await until(lambda: run.fleet.stats().accepting == 2)
         assert [server.label for server in servers] == ["run.0:1"] * 2
         assert servers[0].version == servers[1].version == 1
         await run.publish(2)
@@ -276,7 +275,7 @@ async def test_i6_a_trainer_on_its_way_to_the_next_version_is_not_asked(tmp_path
         run.train(1)  # trained, not yet published
         await server.stop()
         call = asyncio.create_task(run.generate([1, 2], 5))
-        await until(lambda: run.fleet.servers[0].state == "starting")
+        await until(lambda: run.fleet.servers[0].state == "waiting")
         await asyncio.sleep(0.1)
         assert not call.done()
         assert exports(run) == []
@@ -319,7 +318,7 @@ async def test_one_that_dies_while_others_take_theirs_is_left_out(tmp_path: Path
         run.train(1)
         publishing = asyncio.create_task(run.weights.publish(1))
         first, second = run.fleet.servers
-        await until(lambda: first.state == "closed")
+        await until(lambda: first.state == "draining")
         run.fleet.fail(second, "its process ended")
         stats = await publishing
         assert (stats.servers, stats.failed) == (1, ())

@@ -88,7 +88,7 @@ async def load(fleet: Fleet, folder: Path, version: int) -> None:
     await fleet.interrupt(server)
     await server.client.load_disk(str(folder), make_label(ORIGIN, version))
     await server.client.flush()
-    fleet.open(server, make_label(ORIGIN, version))
+    fleet.accept(server, make_label(ORIGIN, version))
 
 
 async def test_what_the_server_says_of_itself(sglang_server: Server) -> None:
@@ -152,7 +152,7 @@ async def test_an_end_token_in_an_aborted_answer_ends_it(sglang_server: Server) 
             await asyncio.sleep(0.2)  # a busy machine must come some tokens further in between
             (server,) = fleet.servers
             await fleet.interrupt(server)
-            fleet.open(server, "test.0:0")
+            fleet.accept(server, "test.0:0")
         interrupted = 0
         for call in calls:
             completion = await call

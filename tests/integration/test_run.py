@@ -227,7 +227,7 @@ async def test_servers_join_and_leave_by_the_file(tiny_qwen3: Path, tmp_path: Pa
             tokens += fleet.stats().tokens
             async with asyncio.timeout(120):
                 while {
-                    s.client.url for s in fleet.servers if s.state == "open"
+                    s.client.url for s in fleet.servers if s.state == "accepting"
                 } != urls or fleet.stats().tokens < tokens:
                     assert not train.done()
                     await asyncio.sleep(0.05)

@@ -111,7 +111,7 @@ def test_a_long_start_and_a_long_evaluation_say_what_they_wait_for(
     run(main())
     said = [record.getMessage() for record in caplog.records if "no progress for" in record.getMessage()]
     assert [text.partition(";")[0] for text in said] == [f"no progress for {s} s" for s in (45, 45, 90, 180)]
-    assert re.search(r"servers and ranks to start; what they say is in .*/logs", said[0])
+    assert re.search(r"servers and ranks to start; their output is in .*/logs", said[0])
     assert re.search(r"episode -1\.0 \(task x, turn 2\) awaits its own code, for 4\d\.\d s", said[1])
 
 

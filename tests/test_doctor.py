@@ -440,7 +440,7 @@ async def test_a_program_with_the_name_of_another_module(program: Path) -> None:
         ("its_program.py:one", r"cannot be called as one\(episode, task\): too many positional arguments"),
         ("raises.py:agent", "importing raises.py raised ModuleNotFoundError: No module named 'not_there'"),
         ("raises:agent", "importing raises raised ModuleNotFoundError: No module named 'not_there'"),
-        ("ends.py:agent", r"ended the program \(SystemExit: 3\); put what starts it under `if __name__"),
+        ("ends.py:agent", r"exited the program \(SystemExit: 3\); put the code that starts it under `if __name__"),
     ],
 )
 def test_an_agent_that_cannot_be_had(

@@ -192,8 +192,10 @@ class Episode:
                 raise EpisodeError(f"{self._agent}: tool {call['function']['name']!r} cancelled itself")
             if task not in late and (failure := task.exception()) is not None:
                 raise failure
+        timed_out = f"took longer than {self.tool_timeout_s:g} s and was stopped"
         results = [
-            self._too_late(call) if task in late else task.result() for call, task in zip(calls, tasks, strict=True)
+            f"Error: {call['function']['name']} {timed_out}" if task in late else task.result()
+            for call, task in zip(calls, tasks, strict=True)
         ]
         # Replace lone surrogates, which could neither be recorded nor tokenised.
         results = [text.encode(errors="replace").decode() for text in results]
@@ -293,9 +295,6 @@ class Episode:
             raise
         except BaseException as problem:  # also SystemExit, and what libraries derive from BaseException
             return f"Error: {type(problem).__name__}: {problem}"
-
-    def _too_late(self, call: dict[str, Any]) -> str:
-        return f"Error: {call['function']['name']} took longer than {self.tool_timeout_s:g} s and was stopped"
 
     def _cancel(self, tasks: Iterable[asyncio.Task[str]]) -> None:
         """Cancel tasks, and keep references to them until they end, since some may ignore their cancellation."""

@@ -72,15 +72,12 @@ async def logprobs(config: Config, cluster: Cluster) -> list[Result]:
             gap = _gap(config, by_server, by_ranks)
             worst = max(worst, gap)
             if not gap <= _tolerance(config):
-                results.append(
-                    (
-                        "problem",
-                        f"{client.url} and the ranks differ by {gap:.3g} ({gap_kind}) on a prompt of {len(ids)} "
-                        f"tokens, more than {_tolerance(config):g}: the loss would use wrong ratios",
-                        "the server holds other weights than model.path, or computes differently: check model.dtype "
-                        "and servers.args",
-                    )
+                message = (
+                    f"{client.url} and the ranks differ by {gap:.3g} ({gap_kind}) on a prompt of {len(ids)} tokens, "
+                    f"more than {_tolerance(config):g}: the loss would use wrong ratios"
                 )
+                why = "the server holds other weights than model.path, or computes differently"
+                results.append(("problem", message, f"{why}: check model.dtype and servers.args"))
                 break
     return results or [f"SGLang and Megatron agree to {worst:.1g} ({gap_kind})"]
 
@@ -119,23 +116,15 @@ async def publication(config: Config, cluster: Cluster) -> list[Result]:
         old = _gap(config, answer.logprobs, by_ranks[len(asked) :])
         new = _gap(config, await server.client.score(asked), by_ranks[: len(asked)])
         if not new <= _tolerance(config):
-            results.append(
-                (
-                    "problem",
-                    f"{url} has other weights than were published: log-probs differ by {new:.3g} ({_kind(config)})",
-                    "set weights.verify=true, and check the server's log",
-                )
-            )
+            message = f"{url} has other weights than were published: log-probs differ by {new:.3g} ({_kind(config)})"
+            results.append(("problem", message, "set weights.verify=true, and check the server's log"))
         elif answer.cached_tokens or not old <= _tolerance(config):
-            results.append(
-                (
-                    "problem",
-                    f"{url} still uses what the old weights computed: {answer.cached_tokens} tokens of a prompt came "
-                    f"from its KV cache, and log-probs after it differ by {old:.3g} ({_kind(config)})",
-                    "this version of SGLang does not flush its cache when it loads weights: use 0.5.23, or start the "
-                    "server with --disable-radix-cache",
-                )
+            message = (
+                f"{url} still uses what the old weights computed: {answer.cached_tokens} tokens of a prompt came from "
+                f"its KV cache, and log-probs after it differ by {old:.3g} ({_kind(config)})"
             )
+            remedy = "use SGLang 0.5.23, which flushes it when it loads weights, or --disable-radix-cache"
+            results.append(("problem", message, remedy))
     if results:
         return results
     ours = cluster.workers.can_restart
@@ -167,15 +156,11 @@ async def _tensors(config: Config, cluster: Cluster, server: Server) -> list[Res
     wrong = [name for name in exported if published.get(name) != exported[name]]
     if not wrong:
         return []
-    return [
-        (
-            "problem",
-            f"{client.url} holds {len(wrong)} of {len(exported)} tensors otherwise than the trainer exports them: "
-            f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}",
-            f"check in the server's log what weights.transport={config.weights.transport} did not load, or use another "
-            "transport",
-        )
-    ]
+    some = f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}"
+    message = (
+        f"{client.url} holds {len(wrong)} of {len(exported)} tensors otherwise than the trainer exports them: {some}"
+    )
+    return [("problem", message, f"check the server's log, or change weights.transport={config.weights.transport}")]
 
 
 def _gap(config: Config, a: Floats, b: Floats) -> float:
@@ -210,41 +195,27 @@ async def try_agent(config: Config, cluster: Cluster, agent: Agent, tasks: Seque
         for number, task in enumerate(tasks):
             outcome, watch = await run(number, task)
             if isinstance(outcome, Failure):
-                results.append(
-                    ("problem", f"fails on task {task['id']!r} ({outcome.kind}): {outcome.summary}", "fix the agent")
-                )
+                message = f"fails on task {task['id']!r} ({outcome.kind}): {outcome.summary}"
+                results.append(("problem", message, "fix the agent"))
                 continue
             rewards.append(outcome.reward)
             if watch.lag_s > LAG_S:
                 # Retry: an import, or the machine, may have been slow.
                 again = (await run(number, task))[1]
                 often = again.lag_s > LAG_S
-                results.append(
-                    (
-                        "problem" if often else "warning",
-                        f"blocks the event loop for {1000 * (again if often else watch).lag_s:.0f} ms on task "
-                        f"{task['id']!r}{watch.where or again.where}{'' if often else ', the first time'}, which stops "
-                        "all other episodes",
-                        "await it, or run it in `asyncio.to_thread` or a process",
-                    )
+                message = (
+                    f"blocks the event loop for {1000 * (again if often else watch).lag_s:.0f} ms on task "
+                    f"{task['id']!r}{watch.where or again.where}{'' if often else ', the first time'}, which stops all "
+                    "other episodes"
                 )
+                remedy = "await it, or run it in `asyncio.to_thread` or a process"
+                results.append(("problem" if often else "warning", message, remedy))
     for name in used:
-        results.append(
-            (
-                "problem",
-                f"uses {name}, which only works in the main thread and replaces the program's handlers",
-                "use `asyncio.timeout`, or run it in a process",
-            )
-        )
+        message = f"uses {name}, which only works in the main thread and replaces the program's handlers"
+        results.append(("problem", message, "use `asyncio.timeout`, or run it in a process"))
     if len(rewards) > 1 and len(set(rewards)) == 1:
-        results.append(
-            (
-                "warning",
-                f"the rewards of {len(rewards)} tasks are all {rewards[0]:g}: a group whose members all get the same "
-                "reward has no gradient",
-                "choose tasks that the model solves sometimes, or a finer reward",
-            )
-        )
+        message = f"the rewards of {len(rewards)} tasks are all {rewards[0]:g}: equal rewards give no gradient"
+        results.append(("warning", message, "choose tasks that the model solves sometimes, or a finer reward"))
     return results or [f"{len(tasks)} tasks, mean reward {np.mean(rewards):.3g}"]
 
 

@@ -35,7 +35,8 @@ SPARE_FILES = 128
 
 def placement(config: Config) -> Iterator[Result]:
     plan = place(config)
-    yield f"{'CPU only' if not plan.ranks else f'ranks on {list(plan.ranks)}, servers on {_lists(plan)}'}"
+    servers = [list(devices) for devices in plan.servers]
+    yield f"ranks on {list(plan.ranks)}, servers on {servers}" if plan.ranks else "CPU only"
 
 
 def ports(config: Config) -> Iterator[Result]:
@@ -201,7 +202,3 @@ def _existing(path: Path) -> Path:
     """The folder itself, or its closest existing ancestor."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if os.path.isdir(parent))
-
-
-def _lists(plan: Plan) -> list[list[int]]:
-    return [list(devices) for devices in plan.servers]

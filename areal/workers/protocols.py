@@ -45,56 +45,44 @@ class ServerClient(Protocol):
 
     async def healthy(self) -> bool:
         """Whether the server answers its health check; False instead of ServerLost."""
-        ...
 
     async def generate(self, rid: str, input_ids: Ints, sampling: Sampling) -> Generation:
         """Sample. An aborted request returns partial output with `finish == "abort"`. The server's answer gives the
         version of each token (I6)."""
-        ...
 
     async def abort(self, rid: str) -> None:
         """Abort all requests whose id starts with `rid` ("" aborts all). No error for an unknown one."""
-        ...
 
     async def pause(self) -> None:
         """Stop sampling at once. Requests in flight keep their tokens and connections; new ones wait."""
-        ...
 
     async def resume(self) -> None:
         """End a pause; no error if there is none."""
-        ...
 
     async def load_disk(self, folder: str, label: str, *, abort: bool = True) -> None:
         """Load the Hugging Face folder and set `label`. Requests in flight are aborted, unless the server is paused
         and `abort` is False."""
-        ...
 
     async def join_group(self, group: WeightGroup, rank: int) -> None:
         """Join a broadcast group; returns when all ranks have joined."""
-        ...
 
     async def load_group(self, group: str, specs: Sequence[TensorSpec], label: str) -> None:
         """Receive `specs` in order from rank 0 of the group and set `label`."""
-        ...
 
     async def leave_group(self, group: str) -> None: ...
 
     async def flush(self) -> None:
         """Empty the KV cache; returns when the server confirms it."""
-        ...
 
     async def score(self, ids: Ints) -> Floats:
         """Log-probs [L] of the tokens themselves at temperature 1; entry 0 is 0."""
-        ...
 
     async def checksums(self) -> dict[str, str]:
         """A checksum of each weight tensor under the server's own name. Comparable for one server only, because servers
         merge, pad and split tensors."""
-        ...
 
     async def scramble(self) -> None:
         """Overwrite all weights with random numbers, so that a tensor missed by a load becomes visible."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -107,46 +95,36 @@ class TrainerClient(Protocol):
     @property
     def lost(self) -> str:
         """Why a rank has ended; "" while all are running."""
-        ...
 
     async def train(self, request: TrainRequest) -> TrainStats:
         """Take one step. Raises VersionConflict if the ranks are at another version; repeating the last step returns
         its stored answer."""
-        ...
 
     async def logprobs(self, sequences: Sequence[Ints]) -> list[Floats]:
         """Log-probs [L] of each sequence's tokens at temperature 1; entry 0 is 0."""
-        ...
 
     async def export(self, folder: str) -> None:
         """Atomically write the weights in Hugging Face format (config, tokenizer and safetensors)."""
-        ...
 
     async def stage(self, folder: str) -> None:
         """Copy weights and optimizer state of the current version for a checkpoint at `folder`. The next step may start
         once this returns. Replaces a checkpoint that was staged but not written."""
-        ...
 
     async def write(self) -> None:
         """Write the staged checkpoint while training continues. Its folder appears atomically; it is a model folder
         from which training can also resume exactly. Whether it succeeds or fails, nothing is staged afterwards."""
-        ...
 
     async def specs(self) -> list[TensorSpec]:
         """The tensors that `broadcast` sends, in the same order."""
-        ...
 
     async def join_group(self, group: WeightGroup) -> None:
         """Join a broadcast group as rank 0; returns when all ranks have joined."""
-        ...
 
     async def broadcast(self, group: str) -> None:
         """Send the current weights to the group, tensor by tensor. A failure also leaves the group."""
-        ...
 
     async def leave_group(self, group: str) -> None:
         """No error if the group is not joined."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -169,39 +147,30 @@ class Workers(Protocol):
 
     def check(self) -> None:
         """Check model, placement and ports before anything starts. Blocks. Raises ConfigError."""
-        ...
 
     async def start(
         self, folder: Path, life: int, version: int, checkpoint: Path | None
     ) -> tuple[TrainerClient, list[ServerClient]]:
         """Start everything concurrently, at `version`, with the weights of `checkpoint`, or of `model.path` if None.
         folder: of the run. Raises ProcessError or TrainerError if something does not start."""
-        ...
 
     async def restart_trainer(self, version: int, checkpoint: Path | None) -> TrainerClient:
         """Stop what is left of the ranks and restart them, as `start` does. Raises TrainerError."""
-        ...
 
     def grow(self, config: Config) -> None:
         """Place additional servers. Blocks. Raises ConfigError if they do not fit."""
-        ...
 
     async def start_server(self, index: int) -> ServerClient:
         """Stop what is left of this server, start it, and return once it is ready. Raises ProcessError."""
-        ...
 
     async def connect(self, url: str) -> ServerClient:
         """Connect to an external server. Raises ConfigError if it is unreachable or unsuitable."""
-        ...
 
     async def stop_server(self, index: int) -> None:
         """Stop the process of a server; does nothing for an external one. Raises ProcessError."""
-        ...
 
     async def server_exited(self, index: int) -> str:
         """Wait for the process of a server to end, and return why it did."""
-        ...
 
     async def close(self) -> None:
         """Stop all servers and ranks."""
-        ...

@@ -20,7 +20,7 @@ class Model(Section):
     """Data type of the weights on servers and ranks. Optimizer state is always float32."""
     context_length: int = Field(default=0, ge=0)
     """Maximum sequence length in tokens, prompt plus answer. 0 uses the model's limit, or the size of a server's KV
-    cache (`servers.max_total_tokens`) if that is set and smaller. SGLang reserves 6 of these tokens."""
+    cache (`servers.max_total_tokens`) if that is known and smaller. SGLang reserves 6 of these tokens."""
     template_args: dict[str, Any] = {}
     """Extra arguments of the chat template, such as {enable_thinking = false}."""
 
@@ -41,7 +41,7 @@ class Data(Section):
 
 class GroupSettings(Section):
     size: int = Field(default=8, ge=1)
-    """Episodes per task (n in GRPO)."""
+    """Episodes per task, whose rewards are compared (GRPO)."""
     min_members: int = Field(default=0, ge=0)
     """Episodes that must finish, after retries, for a group to be trained; 0 means all. When fewer can still finish,
     the rest are cancelled and the group is dropped."""
@@ -138,7 +138,7 @@ class Weights(Section):
     folder: str = ""
     """Where `disk` writes; empty means the run folder. A tmpfs such as /dev/shm is faster."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Time limit of a publication, in seconds. Servers that miss it get no more requests until they are up to date."""
+    """Time limit of a publication, in seconds. Servers that exceed it are treated as dead and, unless external, restarted."""
     rollout: Literal["all", "rolling"] = "all"
     """Update `all` servers at once, or one after the other while the others generate (`rolling`)."""
     interrupt: Literal["abort", "retract"] = "abort"
@@ -161,7 +161,7 @@ class Servers(Section):
     max_total_tokens: int = Field(default=0, ge=0)
     """KV cache size per server, in tokens. 0 lets SGLang decide (32768 on a CPU)."""
     args: list[str] = []
-    """Additional command-line arguments for SGLang. Flags that areal itself sets are refused."""
+    """Additional command-line arguments for SGLang. Flags that a setting of areal controls are refused."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Time limit for a server to become ready, in seconds."""
     request_timeout_s: float = Field(default=300.0, gt=0)

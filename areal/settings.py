@@ -68,7 +68,7 @@ class EpisodeSettings(Section):
 
 
 class Failures(Section):
-    """Limits on consecutive failed tries of episodes, by kind; an episode that finishes resets them (I9)."""
+    """Limits on consecutive failed tries of episodes, by kind; an episode that finishes resets them."""
 
     agent: int = Field(default=32, ge=0)
     """Stop the run after more than this many consecutive failed tries due to errors of the agent or its tools."""
@@ -138,7 +138,7 @@ class Weights(Section):
     folder: str = ""
     """Where `disk` writes; empty means the run folder. A tmpfs such as /dev/shm is faster."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Time limit of a publication, in seconds. Servers that exceed it are treated as dead and, unless external, restarted."""
+    """Time limit of a publication, in seconds. Servers that exceed it are dead and, unless external, restarted."""
     rollout: Literal["all", "rolling"] = "all"
     """Update `all` servers at once, or one after the other while the others generate (`rolling`)."""
     interrupt: Literal["abort", "retract"] = "abort"

@@ -1,4 +1,4 @@
-"""Reinforcement learning for language models and agents that never stops generating."""
+"""Asynchronous reinforcement learning for LLM agents."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Public names are imported when they are first used: a trainer rank or `--help` needs few of them."""
+    """Import a public name on first use: a trainer rank or `--help` needs few of them."""
     if name not in _HOMES:
         raise AttributeError(f"module 'areal' has no attribute {name!r}")
     return getattr(importlib.import_module(f"areal.{_HOMES[name]}"), name)

@@ -1,11 +1,11 @@
-"""The command line: `launch` for programs, `areal config` for looking at settings.
+"""The command line: `launch` for programs, and the `areal` command.
 
     async def main(config: Config) -> None: ...
 
     if __name__ == "__main__":
         launch(main, {"train.steps": 60})        # python program.py run.toml seed=2
 
-The library installs no signal handler and owns no event loop; this module does both, for a process of its own.
+The library installs no signal handlers and owns no event loop; this module does both, for a process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from areal.run import RunFolder
 from areal.view import PlainView, View
 
 STOP_S = 10.0
-"""Seconds that a program has to stop after the first Ctrl-C, and to close its event loop at the end."""
+"""Seconds a program has to stop after the first Ctrl-C, and to close its event loop at the end."""
 
 
 def launch(
@@ -42,7 +42,7 @@ def launch(
     """Run `main(config)` as this process's program and exit.
 
     The config comes from `defaults` (dotted keys) and the command line: `[FILE.toml ...] [key=value ...]`, or
-    `--resume RUN [key=value ...]` to go on with a run (what `areal resume RUN` starts).
+    `--resume RUN [key=value ...]` (used by `areal resume RUN`).
     Exit codes: 0 done; 1 failed; 2 a setting or the data is wrong; 3 stalled; 128 + n stopped by signal n (Ctrl-C 130).
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -56,20 +56,18 @@ def launch(
         else:
             config = Config.load(arguments, defaults, command)
     except ArealError as error:
-        print(describe(error), file=sys.stderr)
-        sys.exit(exit_code(error))
-    with View() if config.view == "off" else PlainView():  # until the run opens its own, and after it
+        sys.exit(_report(error))
+    with View() if config.view == "off" else PlainView():  # before the run opens its own view, and after it
         code = supervise(partial(main, config))
     sys.exit(code)
 
 
 def supervise(main: Callable[[], Coroutine[Any, Any, object]], stop_s: float = STOP_S) -> int:
-    """Run `main()` on uvloop, if it is installed, and return the exit code; to be called from the main thread.
+    """Run `main()` on uvloop if installed, and return the exit code. Call it from the main thread.
 
-    The first SIGINT or SIGTERM cancels `main`, which has `stop_s` seconds to end. Notes that it adds to the
-    CancelledError (`error.add_note("go on with: ...")`) are shown at the end. The second signal ends the process at
-    once, and so does the end of the `stop_s` seconds; child processes end by their guards. An error is shown as one
-    message, see `describe`.
+    The first SIGINT or SIGTERM cancels `main`, which has `stop_s` seconds to end; notes it adds to the CancelledError
+    (`error.add_note("resume with: ...")`) are printed. After that time, or on a second signal, the process exits at
+    once, and guards kill its child processes. An error is printed as one message, see `describe`.
     """
     process = _Process(stop_s)
     before = {number: signal.signal(number, process.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -83,7 +81,7 @@ def supervise(main: Callable[[], Coroutine[Any, Any, object]], stop_s: float = S
 
 
 class _Process:
-    """The two stages of stopping."""
+    """Stops in two stages: cancel, then exit."""
 
     def __init__(self, stop_s: float):
         self._stop_s = stop_s
@@ -105,8 +103,7 @@ class _Process:
             for note in getattr(error, "__notes__", ()):
                 print(note, file=sys.stderr)
         except (Exception, BaseExceptionGroup) as error:
-            code = exit_code(error)
-            print(describe(error), file=sys.stderr)
+            code = _report(error)
         self._main = None
         if self._signal is not None:
             code = code or 128 + self._signal
@@ -114,20 +111,21 @@ class _Process:
         return code
 
     def on_signal(self, number: int, frame: object) -> None:
-        """Called by the interpreter between any two instructions, also where the event loop is busy: print nothing."""
+        """May interrupt any instruction, even inside a print, so it must not print."""
         if self._signal is not None or self._main is None or self._loop is None:
-            _exit_now(128 + number, "ended at once")
+            _exit_now(128 + number, "exited immediately")
         self._signal = number
         self._end_within(128 + number)
         self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
         if self._main is not None:
-            print(f"stopping, within {self._stop_s:g} s; once more ends at once", file=sys.stderr, flush=True)
+            message = f"stopping within {self._stop_s:g} s; a second signal exits immediately"
+            print(message, file=sys.stderr, flush=True)
             self._main.cancel()
 
     def _end_within(self, code: int) -> None:
-        """A thread keeps the deadline: the event loop, or the closing of it, may be what hangs."""
+        """Start the deadline in a thread, because the event loop, or closing it, may hang."""
         if self._deadline is None:
             self._deadline = threading.Timer(self._stop_s, self._out_of_time, (code,))
             self._deadline.daemon = True
@@ -137,12 +135,11 @@ class _Process:
         assert self._loop is not None
         try:
             waiting = sorted(task.get_name() for task in asyncio.all_tasks(self._loop))
-        except RuntimeError:  # the loop's thread changed the set meanwhile
+        except RuntimeError:  # the loop's thread changed the set during the iteration
             waiting = []
         threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
-        _exit_now(
-            code, f"not stopped within {self._stop_s:g} s: tasks {', '.join(waiting[:8])}; threads {', '.join(threads)}"
-        )
+        hanging = f"tasks {', '.join(waiting[:8])}; threads {', '.join(threads)}"
+        _exit_now(code, f"not stopped within {self._stop_s:g} s: {hanging}")
 
     def ended(self) -> None:
         if self._deadline is not None:
@@ -173,16 +170,20 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """What a person needs to see of an error: its root cause, without the exception groups around it.
+    """The text to show to the user: the root cause, without the exception groups around it.
 
-    An ArealError is its message, its notes and what it was raised from: another ArealError, a failure of the system
-    (OSError, TimeoutError) in one line, anything else, such as an agent's error, with its traceback. What is not an
-    ArealError is a bug, here or in the program, and has its traceback.
+    An ArealError is shown as its message, its notes and its cause: one line for an ArealError, OSError or TimeoutError,
+    a traceback for anything else, such as an agent's error. Other errors are bugs and are shown with their traceback.
     """
     cause = root_cause(error)
     if not isinstance(cause, ArealError):
         return "".join(traceback.format_exception(cause)).rstrip()
     return "\n".join(_explain(cause))
+
+
+def _report(error: BaseException) -> int:
+    print(describe(error), file=sys.stderr)
+    return exit_code(error)
 
 
 def _explain(error: BaseException) -> Iterator[str]:
@@ -203,76 +204,83 @@ def _explain(error: BaseException) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m areal`, and the console script `areal`."""
-    parser = argparse.ArgumentParser(prog="areal", description="Reinforcement learning that never stops generating.")
+    try:
+        return _command(arguments)
+    except ArealError as error:
+        return _report(error)
+
+
+def _command(arguments: Sequence[str] | None) -> int:
+    settings = argparse.ArgumentParser(add_help=False)
+    settings.add_argument("settings", nargs="*", metavar="FILE.toml or key=value", help="key=value overrides files")
+    run = argparse.ArgumentParser(add_help=False)
+    run.add_argument("run", help="the folder of the run, such as runs/latest")
+    parser = argparse.ArgumentParser(prog="areal", description="Asynchronous RL for LLM agents.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     config = commands.add_parser(
         "config",
+        parents=[settings],
         help="print the effective settings and where each came from",
-        description="Print all settings as TOML, each with where its value came from: default, a file, or argument. "
-        "The output is itself a FILE.toml. A wrong setting is named, with exit code 2.",
+        description="Print all settings as TOML, each with the origin of its value: default, a file, or argument. "
+        "The output can be used as a FILE.toml. Exit code 2 for a wrong setting.",
     )
-    config.add_argument("settings", nargs="*", metavar="FILE.toml or key=value", help="files first, key=value wins")
     config.add_argument("--markdown", action="store_true", help="print the page docs/settings.md instead")
     resume = commands.add_parser(
         "resume",
-        help="go on with a run that was stopped or killed",
-        description="Start the program of the run again from its last checkpoint: the steps after it are repeated with "
-        "their recorded batches, finished episodes are kept, unfinished ones go on. Some settings may change.",
+        parents=[run],
+        help="resume a stopped or killed run",
+        description="Restart the program of a run from its last checkpoint: later steps are repeated with their "
+        "recorded batches, finished episodes are kept, and unfinished ones continue. Some settings may change.",
     )
-    resume.add_argument("run", help="the folder of the run, such as runs/latest")
-    resume.add_argument("changes", nargs="*", metavar="key=value", help="settings that change")
-    again = commands.add_parser(
+    resume.add_argument("changes", nargs="*", metavar="key=value", help="settings to change")
+    commands.add_parser(
         "replay",
-        help="decide a recorded run again and compare",
-        description="Take every decision that the ledger has with the code of today, and show the first that differs. "
-        "Exit code 0: none does; 1: one does, or the ledger cannot be read. Also while the run goes on.",
+        parents=[run],
+        help="re-run the scheduling decisions of a recorded run and report differences",
+        description="Repeat every decision in the ledger with the current code, and show the first that differs. "
+        "Exit code 0: no difference; 1: a difference, or an unreadable ledger. The run may be in progress.",
     )
-    again.add_argument("run", help="the folder of the run, such as runs/latest")
     look = commands.add_parser(
         "inspect",
+        parents=[run],
         help="show a run, one group, or one episode token by token",
-        description="Show what the ledger has: counts of the run, or all of one group or episode. It changes nothing, "
-        "and works while the run goes on.",
+        description="Show what the ledger records: counts for the run, or everything about one group or episode. "
+        "Read-only; the run may be in progress.",
     )
-    look.add_argument("run", help="the folder of the run, such as runs/latest")
     which = look.add_mutually_exclusive_group()
-    which.add_argument("--group", metavar="NUMBER", help="one group: members, rewards, advantages, failures, fate")
+    which.add_argument("--group", metavar="NUMBER", help="one group: members, rewards, advantages, failures, outcome")
     which.add_argument("--episode", metavar="GROUP.MEMBER", help="one episode, token by token")
     examine = commands.add_parser(
         "doctor",
-        help="look for what would go wrong in a run",
-        description="Check machine, data, chat template and tool calls; then start one server and the ranks, compare "
-        "their log-probs, try the agent, and publish weights. Exit code 0: no problem; 1: at least one; 2: a setting, "
-        "or --agent, is wrong.",
+        parents=[settings],
+        help="check a configuration before running it",
+        description="Check the machine, data, chat template and tool calls; then start one server and the ranks, "
+        "compare their log-probs, try the agent, and publish weights. Exit code 0: no problem; 1: at least one; 2: a "
+        "setting or --agent is wrong.",
     )
-    examine.add_argument("settings", nargs="*", metavar="FILE.toml or key=value", help="files first, key=value wins")
     examine.add_argument(
         "--agent",
         metavar="FILE.py:NAME",
-        help="an async function to try on the first ten tasks of data.train: does it fail, keep the event loop, use "
-        "signals, always give the same reward? Or MODULE:NAME. It is imported, not run as a program",
+        help="(or MODULE:NAME) an async function to try on the first ten tasks of data.train: does it fail, block the "
+        "event loop, install signal handlers, or always return the same reward? It is imported, not run as a program",
     )
     options, rest = parser.parse_known_args(arguments)
     if options.command == "doctor" and not any(word.startswith("-") for word in rest):
-        return _examine([*options.settings, *rest], options.agent)  # argparse leaves settings over that follow --agent
+        return _examine([*options.settings, *rest], options.agent)  # argparse does not take settings after --agent
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command in ("replay", "inspect"):
         return _look(options)
     if options.command == "resume":
-        return _resume(options.run, options.changes)
+        _resume(options.run, options.changes)
     if options.markdown and options.settings:
         config.error("--markdown describes all settings and takes none")
-    try:
-        print(markdown() if options.markdown else Config.load(options.settings).to_toml(), end="")
-    except ArealError as error:
-        print(describe(error), file=sys.stderr)
-        return exit_code(error)
+    print(markdown() if options.markdown else Config.load(options.settings).to_toml(), end="")
     return 0
 
 
 def _look(options: argparse.Namespace) -> int:
-    """`replay` and `inspect`: they read a run folder and print."""
+    """`replay` and `inspect`."""
     from areal import inspection, replay
 
     folder = RunFolder(Path(options.run))
@@ -284,9 +292,6 @@ def _look(options: argparse.Namespace) -> int:
         inspection.show(inspection.inspect(folder, group=options.group, episode=options.episode))
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except ArealError as error:
-        print(describe(error), file=sys.stderr)
-        return exit_code(error)
     return 0
 
 
@@ -295,12 +300,8 @@ def _examine(settings: Sequence[str], where: str | None) -> int:
     from areal.doctor import doctor
     from areal.doctor.agent import load_agent
 
-    try:
-        config = Config.load(settings)
-        agent = load_agent(where) if where is not None else None
-    except ArealError as error:
-        print(describe(error), file=sys.stderr)
-        return exit_code(error)
+    config = Config.load(settings)
+    agent = load_agent(where) if where is not None else None
     found = []
 
     async def run() -> None:
@@ -309,54 +310,47 @@ def _examine(settings: Sequence[str], where: str | None) -> int:
     return supervise(run) or int(any(finding.level == "problem" for finding in found))
 
 
-def _resume(run: str, changes: Sequence[str]) -> int:
-    """Replaces this process by the run's program; returns only an exit code of failure."""
+def _resume(run: str, changes: Sequence[str]) -> NoReturn:
+    """Replace this process with the run's program."""
     folder = Path(run).resolve()
+    Config.resume(folder, changes)  # raises for a wrong change before the program starts
     try:
-        Config.resume(folder, changes)  # a wrong change is told before the program starts
-        try:
-            saved = json.loads((folder / "command.json").read_bytes())
-            os.chdir(saved["folder"])
-            os.execv(saved["command"][0], [*saved["command"], "--resume", str(folder), *changes])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"{folder / 'command.json'} names no program that can be started ({error}): start it with --resume "
-                f"{folder}, or use Controller(Config.resume(RUN)) in it"
-            ) from None
-    except ArealError as error:
-        print(describe(error), file=sys.stderr)
-        return exit_code(error)
+        saved = json.loads((folder / "command.json").read_bytes())
+        os.chdir(saved["folder"])
+        os.execv(saved["command"][0], [*saved["command"], "--resume", str(folder), *changes])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / 'command.json'} names no program that can be started ({error}): start it with --resume "
+            f"{folder}, or use Controller(Config.resume(RUN)) in it"
+        ) from None
 
 
 def _program_help(defaults: Mapping[str, Any]) -> str:
     program = Path(sys.argv[0]).name
     about = (sys.modules["__main__"].__doc__ or "").strip()
     own = "\n".join(f"  {key}={value}" for key, value in defaults.items())
-    return "\n\n".join(
-        part
-        for part in (
-            f"usage: python {program} [FILE.toml ...] [key=value ...]",
-            about,
-            f"This program's own defaults:\n{own}" if own else "",
-            "`python -m areal config` lists all settings, docs/settings.md explains them.",
-        )
-        if part
+    parts = (
+        f"usage: python {program} [FILE.toml ...] [key=value ...]",
+        about,
+        f"Defaults of this program:\n{own}" if own else "",
+        "`python -m areal config` lists all settings, docs/settings.md explains them.",
     )
+    return "\n\n".join(filter(None, parts))
 
 
 PAGE_HEAD = """# Settings
 
 Generated by `python -m areal config --markdown`; a test keeps it current.
 
-A setting is given as `key=value` on the command line, in a TOML file, or by the program, in this order of precedence:
+Set a value with `key=value` on the command line, in a TOML file, or in the program, in this order of precedence:
 `python program.py run.toml train.steps=60 servers.urls='["http://127.0.0.1:30000"]'`. `python -m areal config` prints
-what is in force and where each value came from. An unknown key, a value of another type and settings that contradict
-each other are refused before anything starts.
+the effective settings and where each value came from. An unknown key, a value of the wrong type and conflicting
+settings are refused before anything starts.
 """
 
 
 def markdown() -> str:
-    """docs/settings.md: one table a section."""
+    """docs/settings.md: one table per section."""
     lines = [PAGE_HEAD.rstrip()]
     section: str | None = None
     for key, field in SETTINGS.items():
@@ -372,13 +366,13 @@ def markdown() -> str:
 
 
 def _kind(field: FieldInfo) -> str:
-    """What a setting may be, in words: "integer >= 1", "mask or drop"."""
-    names: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
+    """The type of a setting in words: "integer >= 1", "mask or drop"."""
+    names: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "string"}
     if field.annotation in names:
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         bounds = [f"{signs[n]} {getattr(m, n)}" for m in field.metadata for n in signs if hasattr(m, n)]
         return " ".join([names[field.annotation], ", ".join(bounds)]).strip()
     text = str(field.annotation).replace("typing.", "").replace("'", "")
-    for python, word in {"dict[str, Any]": "table", "list": "list of ", "int": "integers", "str": "texts"}.items():
+    for python, word in {"dict[str, Any]": "table", "list": "list of ", "int": "integers", "str": "strings"}.items():
         text = text.replace(python, word)
     return text.replace("Literal", "").replace("[", "").replace("]", "").replace(", ", " or ")

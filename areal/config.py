@@ -2,10 +2,9 @@
 
     Config.load(["run.toml", "seed=2", "train.steps=60"], defaults={"group.size": 8})
 
-Later sources win: the defaults below, the program's own defaults, TOML files, `key.sub=value` arguments.
-`config.origins` says for each setting where its value came from. An unknown key, a value of the wrong type and a
-combination that cannot be honoured are a ConfigError before anything starts (I10). Nothing is converted: "60" is not
-a number, 1 is not true.
+Later sources win: built-in defaults, the program's defaults, TOML files, `key.sub=value` arguments; `config.origins`
+records where each value came from. An unknown key, a wrong type or a conflicting combination raises ConfigError before
+anything starts (I10). Values are not converted: "60" is not a number, and 1 is not true.
 """
 
 from __future__ import annotations
@@ -20,57 +19,39 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
+from areal import settings
 from areal.errors import ConfigError
-from areal.settings import (
-    Algorithm,
-    Checkpoint,
-    Data,
-    EpisodeSettings,
-    Failures,
-    GroupSettings,
-    Metrics,
-    Model,
-    Optimizer,
-    Placement,
-    SamplingSettings,
-    Section,
-    Servers,
-    Staleness,
-    Train,
-    Trainer,
-    Weights,
-)
 
 
-class Config(Section):
+class Config(settings.Section):
     name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
-    """Name of the run; its folder is `folder`/`name`-0001, the next one -0002."""
+    """Name of the run. Its folder is `folder`/`name`-0001, then -0002 for the next run."""
     folder: str = "runs"
-    """Where run folders are made."""
+    """Directory in which run folders are created."""
     seed: int = Field(default=0, ge=0)
-    """Seed of data order, held-out tasks, episodes and ranks, and of sampling on servers with
-    --enable-deterministic-inference. Which weights sample a token depends on timing too."""
+    """Seed of the data order, held-out tasks, episodes and ranks, and of sampling on servers started with
+    --enable-deterministic-inference. In asynchronous mode, timing also decides which weights sample a token."""
     view: Literal["auto", "live", "plain", "off"] = "auto"
-    """What the terminal shows: `live` panel, `plain` lines, nothing; `auto` is live on a terminal, else plain."""
+    """Terminal output: a `live` panel, `plain` lines or nothing (`off`). `auto` is live on a terminal, else plain."""
     watchdog_s: float = Field(default=900.0, gt=0)
-    """Seconds without progress after which the run names what it waits for and ends (I7). Longer than
-    every other `timeout_s` but that of tools, which `episode.timeout_s` covers."""
-    model: Model = Model()
-    data: Data = Data()
-    group: GroupSettings = GroupSettings()
-    sampling: SamplingSettings = SamplingSettings()
-    episode: EpisodeSettings = EpisodeSettings()
-    failures: Failures = Failures()
-    staleness: Staleness = Staleness()
-    train: Train = Train()
-    optimizer: Optimizer = Optimizer()
-    algorithm: Algorithm = Algorithm()
-    weights: Weights = Weights()
-    servers: Servers = Servers()
-    trainer: Trainer = Trainer()
-    placement: Placement = Placement()
-    checkpoint: Checkpoint = Checkpoint()
-    metrics: Metrics = Metrics()
+    """Stop the run after this many seconds without progress, and report what it was waiting for. Must be longer than
+    every other `timeout_s` except `episode.tool_timeout_s`, which `episode.timeout_s` covers."""
+    model: settings.Model = settings.Model()
+    data: settings.Data = settings.Data()
+    group: settings.GroupSettings = settings.GroupSettings()
+    sampling: settings.SamplingSettings = settings.SamplingSettings()
+    episode: settings.EpisodeSettings = settings.EpisodeSettings()
+    failures: settings.Failures = settings.Failures()
+    staleness: settings.Staleness = settings.Staleness()
+    train: settings.Train = settings.Train()
+    optimizer: settings.Optimizer = settings.Optimizer()
+    algorithm: settings.Algorithm = settings.Algorithm()
+    weights: settings.Weights = settings.Weights()
+    servers: settings.Servers = settings.Servers()
+    trainer: settings.Trainer = settings.Trainer()
+    placement: settings.Placement = settings.Placement()
+    checkpoint: settings.Checkpoint = settings.Checkpoint()
+    metrics: settings.Metrics = settings.Metrics()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _run: Path | None = PrivateAttr(default=None)
@@ -78,23 +59,23 @@ class Config(Section):
 
     @property
     def origins(self) -> Mapping[str, str]:
-        """Dotted key -> where the value came from ("default" is left out)."""
+        """Dotted key -> where the value came from. Defaults are left out."""
         return self._origins
 
     @property
     def run(self) -> Path | None:
-        """The folder of the run that goes on with these settings; None for a new run."""
+        """The folder of the run that these settings resume; None for a new run."""
         return self._run
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The program that was started with these settings; () when areal does not know."""
+        """Command line of the program that was started with these settings; () if unknown."""
         return self._command
 
     @model_validator(mode="wrap")
     @classmethod
     def _checked(cls, data: Any, handler: Any, info: ValidationInfo) -> Config:
-        """Type errors and conflicts become one ConfigError, however the tree is built."""
+        """Report all type errors, or all conflicts, as one ConfigError, however the tree is built."""
         origins = (info.context or {}).get("origins", {})
         try:
             config: Config = handler(data)
@@ -102,7 +83,7 @@ class Config(Section):
             raise ConfigError("\n".join(_explain(e, origins) for e in error.errors())) from None
         config._origins.update(origins or dict.fromkeys(_given(config), "code"))
         if not (info.context or {}).get("recorded"):
-            from areal.conflicts import conflicts  # which needs the tree
+            from areal.conflicts import conflicts  # imports this module
 
             if found := list(conflicts(config)):
                 raise ConfigError("\n".join(found))
@@ -119,8 +100,8 @@ class Config(Section):
     ) -> Config:
         """Build a Config from `[FILE.toml ...] key.sub=value ...`.
 
-        defaults: the program's own values by dotted key; files and arguments override them. command: the program, for
-        `areal resume`. recorded: of a run that was, by whose rules these settings may not have been in conflict.
+        defaults: the program's values by dotted key. command: the program, for `areal resume`. recorded: skip the
+        checks for conflicts, because the rules may have changed since a run recorded these settings.
         Raises ConfigError for an unknown key, a wrong type, a conflict or an unreadable file.
         """
         values: dict[str, tuple[Any, str]] = {}
@@ -145,10 +126,9 @@ class Config(Section):
 
     @classmethod
     def resume(cls, folder: Path | str, changes: Sequence[str] = (), command: Sequence[str] = ()) -> Config:
-        """The settings of the run in `folder`, with `key=value` changes, for a Controller that goes on with it.
+        """The settings of the run in `folder`, with `key=value` changes, for a Controller that resumes it.
 
-        Raises ConfigError when the folder has no run, and for a setting that shaped what has happened already (see
-        CHANGEABLE).
+        Raises ConfigError if the folder has no run to resume, or a change is not CHANGEABLE.
         """
         path = Path(folder).resolve()  # `latest` is a link that moves
         if not (path / "ledger" / "ledger.db").exists():
@@ -156,12 +136,12 @@ class Config(Section):
         saved = dict(_flatten(_read_toml(str(path / "config.toml"))))
         chosen = {key: value for key, value in saved.items() if key not in SETTINGS or value != SETTINGS[key].default}
         new = cls.load(changes, chosen)
-        for key, field in SETTINGS.items():  # the old ones alone may conflict today: the changes may mend that
+        for key, field in SETTINGS.items():  # only values: the saved settings may violate newer rules
             old = saved.get(key, field.default)
             if old != new[key] and not key.startswith(CHANGEABLE):
                 raise ConfigError(
-                    f"{key}={to_text(new[key], key)}: the run in {folder} has {to_text(old, key)}, and what "
-                    f"happened in it depends on that; start a new run with model.path=<its checkpoint>, or change only "
+                    f"{key}={to_text(new[key], key)}: the run in {folder} has {to_text(old, key)}, and its recorded "
+                    f"steps depend on it; start a new run with model.path=<its checkpoint>, or change only "
                     f"{', '.join(CHANGEABLE)}"
                 )
         new._run = path
@@ -169,7 +149,7 @@ class Config(Section):
         return new
 
     def changed(self, changes: Mapping[str, Any], origin: str) -> Config:
-        """These settings with others by dotted key, from `origin`. Raises ConfigError."""
+        """These settings with `changes` by dotted key, recorded as coming from `origin`. Raises ConfigError."""
         tree = self.model_dump()
         for key, value in changes.items():
             section, _, leaf = key.rpartition(".")
@@ -180,7 +160,7 @@ class Config(Section):
         return config
 
     def __eq__(self, other: object) -> bool:
-        """Equal values; where they came from does not count."""
+        """Compares values, not their origins."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
 
     def __getitem__(self, key: str) -> Any:
@@ -189,7 +169,7 @@ class Config(Section):
         return getattr(getattr(self, section) if section else self, leaf)
 
     def to_toml(self) -> str:
-        """Every setting as TOML that `load` reads back to an equal tree; a comment says where each value came from."""
+        """All settings as TOML that `load` reads back to an equal tree, with the origin of each value as a comment."""
         lines: list[str] = []
         section = ""
         for key, field in SETTINGS.items():
@@ -205,14 +185,14 @@ class Config(Section):
 
 def _settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, settings.Section):
             yield from _settings(field.annotation, f"{name}.")
         else:
             yield prefix + name, field
 
 
 SETTINGS: Mapping[str, FieldInfo] = dict(_settings(Config))
-"""Dotted key -> pydantic's field (default, description, annotation), in the order of the tree."""
+"""Dotted key -> pydantic field (default, description, annotation), in the order of the tree."""
 
 CHANGEABLE = (
     "checkpoint.",
@@ -233,7 +213,7 @@ CHANGEABLE = (
     "watchdog_s",
     "weights.",
 )
-"""The settings, or sections, that may change when a run goes on."""
+"""Settings and sections that may change when a run is resumed."""
 
 _NOT_SAMPLABLE = {"top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 
@@ -250,7 +230,7 @@ def _known(key: str, origin: str) -> str:
         return key
     leaf = key.rpartition(".")[2]
     if leaf in _NOT_SAMPLABLE:
-        hint = "the trainer could not reproduce the log-probs of such tokens; sampling.temperature is what there is"
+        hint = "the trainer could not reproduce the log-probs of such tokens; only sampling.temperature is supported"
     else:
         same_leaf = [known for known in SETTINGS if known.rpartition(".")[2] == leaf]
         near = same_leaf or difflib.get_close_matches(key, SETTINGS, n=3)
@@ -259,7 +239,7 @@ def _known(key: str, origin: str) -> str:
 
 
 def _parse(text: str, annotation: Any) -> Any:
-    """A TOML value if it is one, else the text itself; text settings need no quotes (`name=7`)."""
+    """A TOML value if it is one, else the string itself: string settings need no quotes (`name=7`)."""
     if annotation is str and not text.startswith(('"', "'")):
         return text
     try:
@@ -308,7 +288,6 @@ def to_text(value: Any, key: str) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(to_text(item, key) for item in value) + "]"
     if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{to_text(str(name), key)} = {to_text(item, key)}" for name, item in value.items()) + "}"
-        )
-    raise ConfigError(f"{key}: {value!r} cannot be written as TOML; use text, numbers, true/false, lists and tables")
+        items = (f"{to_text(str(name), key)} = {to_text(item, key)}" for name, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    raise ConfigError(f"{key}: {value!r} cannot be written as TOML; use strings, numbers, true/false, lists and tables")

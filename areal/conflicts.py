@@ -1,4 +1,4 @@
-"""Settings that cannot be honoured together (I10)."""
+"""Combinations of settings that cannot be honoured (I10)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SETTING_OF = {
     "--tp-size": "placement.servers",
     "--tensor-parallel-size": "placement.servers",
 }
-"""Flags of SGLang that areal derives from a setting: in servers.args they would leave it without effect. SGLang takes
-their beginnings, too."""
+"""SGLang flags that areal derives from a setting; in servers.args they would override it. SGLang also accepts their
+abbreviations."""
 
 
 def show_setting(config: Config, key: str) -> str:
@@ -28,7 +28,7 @@ def show_setting(config: Config, key: str) -> str:
 
 
 def conflicts(config: Config) -> Iterator[str]:
-    """What cannot be honoured together, one sentence each (I10). A value equal to its default never conflicts."""
+    """One message per conflict (I10). A value equal to its default never has no effect."""
 
     def without_effect(keys: Sequence[str], because: str) -> Iterator[str]:
         for key in keys:
@@ -39,7 +39,7 @@ def conflicts(config: Config) -> Iterator[str]:
     if c.group.min_members > c.group.size:
         yield f"{show('group.min_members')} is more than {show('group.size')}"
     if c.group.size == 1 and c.group.uniform == "replace":
-        yield f"{show('group.size')} makes every group uniform: {show('group.uniform')} would replace them for ever"
+        yield f"{show('group.size')} makes every group uniform: {show('group.uniform')} would replace them all for ever"
     if c.train.minibatches > c.train.batch_groups * c.group.size:
         yield (
             f"{show('train.minibatches')} is more than the {c.train.batch_groups} x {c.group.size} episodes of a batch "
@@ -65,34 +65,34 @@ def conflicts(config: Config) -> Iterator[str]:
     for word in c.servers.args:
         flag = word.partition("=")[0]
         if setting := next((s for f, s in SETTING_OF.items() if len(flag) > 2 and f.startswith(flag)), None):
-            yield f"servers.args: {flag} is what {setting} is for; set that"
+            yield f"servers.args: set {setting} instead of {flag}"
     if c.servers.urls:
         ours = ["servers.count", "servers.port", "servers.max_total_tokens", "servers.args", "servers.restarts"]
         yield from without_effect([*ours, "placement.servers"], "servers.urls")
     elif c.servers.port and c.servers.port + c.servers.count - 1 > 65535:
-        yield f"{show('servers.port')} with {show('servers.count')} passes the last port, 65535"
+        yield f"{show('servers.port')} with {show('servers.count')} exceeds the last port, 65535"
     yield from _misplaced(config)
     for key in (key for key in SETTINGS if key.endswith("timeout_s") and key != "episode.tool_timeout_s"):
         if c.watchdog_s <= c[key]:
-            yield f"{show('watchdog_s')} is not above {show(key)}: slow work would look like a hang; raise it"
+            yield f"{show('watchdog_s')} must be greater than {show(key)}: slow work would look like a hang"
 
 
 def _secrets(config: Config) -> Iterator[str]:
-    """Settings are written to the run folder and to W&B, and those of servers shown by `ps`: they hold no secret."""
+    """Settings must not hold secrets: they are written to the run folder and W&B, and `ps` shows server arguments."""
     known = secrets()
     for key in SETTINGS if known else ():
         if name := next((name for name, secret in known.items() if secret in str(config[key])), None):
             origin = config.origins.get(key, "default")
-            yield f"{key} ({origin}) holds the secret of ${name}; leave it to the environment"
+            yield f"{key} ({origin}) contains the secret in ${name}; keep it in the environment only"
     if any("@" in url for url in config.servers.urls):
-        yield "servers.urls names a user; start servers with an API key, and set AREAL_SERVER_KEY to it"
+        yield "servers.urls contains a user name; start the servers with an API key and set AREAL_SERVER_KEY to it"
     for word in config.servers.args:
         if (flag := word.partition("=")[0]) in ("--api-key", "--admin-api-key", "--ssl-keyfile-password"):
-            yield f"servers.args: {flag} would be shown by `ps`; servers that areal starts have a key of their own"
+            yield f"servers.args: `ps` would show {flag}; areal generates a key for each server that it starts"
 
 
 def _misplaced(config: Config) -> Iterator[str]:
-    """Placements that are wrong on any machine; whether the devices exist is checked where they are known."""
+    """Placements that are wrong on any machine. Whether the devices exist is checked later."""
     show = partial(show_setting, config)
     servers, ranks = config.placement.servers, config.placement.ranks
     if servers and not config.servers.urls and len(servers) != config.servers.count:
@@ -100,11 +100,11 @@ def _misplaced(config: Config) -> Iterator[str]:
     if ranks and len(ranks) != config.trainer.ranks:
         yield f"{show('placement.ranks')} places {len(ranks)} ranks, {show('trainer.ranks')}"
     if any(not devices or min(devices) < 0 or len(set(devices)) < len(devices) for devices in servers):
-        yield f"{show('placement.servers')}: each server needs one or more different device numbers from 0"
+        yield f"{show('placement.servers')}: each server needs one or more distinct device indices >= 0"
     if any(device < 0 for device in ranks) or len(set(ranks)) < len(ranks):
-        yield f"{show('placement.ranks')}: each rank needs a device number of its own from 0"
+        yield f"{show('placement.ranks')}: each rank needs its own device index >= 0"
     if config.weights.transport == "group" and (shared := {d for devices in servers for d in devices} & set(ranks)):
         yield (
             f"{show('placement.servers')} and {show('placement.ranks')} share device {min(shared)}: "
-            "a broadcast cannot have both ends on one device; use weights.transport=disk"
+            "a broadcast cannot send and receive on one device; use weights.transport=disk"
         )

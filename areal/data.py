@@ -1,12 +1,12 @@
-"""Tasks: where they come from, in which order they are handed out, and which are kept for evaluation.
+"""Tasks: reading them, the order of training, and the evaluation split.
 
-    tasks = Tasks(None, config)                 # those of `data.train`; or rows that the program has
-    async for task, position in tasks: ...      # `tasks.seek(position + 1)` goes on behind this one
-    evaluation_tasks(config)                    # those of `data.evaluation`, or the rows held out
+    tasks = Tasks(None, config)                 # from `data.train`; or pass rows
+    async for task, position in tasks: ...      # `tasks.seek(position + 1)` continues after this one
+    evaluation_tasks(config)                    # from `data.evaluation`, or the rows held out
 
-A position counts tasks from 0 through all epochs. Order and split depend on the seed and on nothing else. Every task
-gets a stable string `id`: the row's own, or a hash of its content. What cannot be read is a DataError that names the
-file and the line, before anything starts.
+A position counts tasks from 0 across epochs. Order and split depend on the seed only. Every task gets a stable string
+`id`: the row's own, or a hash of its content. Unreadable data raises a DataError that names the file and the line,
+before anything starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Source = str | Iterable[Row] | AsyncIterable[Row]
 
 
 class Rows(Sequence[Task]):
-    """Rows of a table as tasks, each with its id. A row is made when it is asked for, from the one copy in memory."""
+    """Rows of a table as tasks with ids. A row is built on access, from the single copy in memory."""
 
     def __init__(self, table: Any, ids: Sequence[str], chosen: Sequence[int] | None = None):
         self._table = table
@@ -54,16 +54,14 @@ class Rows(Sequence[Task]):
 
 
 class Tasks:
-    """Training tasks, for one `async for`. `held_out` are the rows kept for evaluation.
+    """Training tasks, for one `async for`. `held_out` holds the rows kept for evaluation.
 
-    source: a path or data set name (see `data.train` in the settings), a sequence, an iterable, or an async iterable
-    such as the queue of a live service; None takes `data.train`. A sequence can be shuffled, split and gone through
-    again. A stream (anything without a length) is consumed as it comes, once and unshuffled, one row at a time;
-    settings that need a length are refused. `next()` of an ordinary iterable runs on the event loop: one that waits for
-    something should be an async iterable.
+    source: a path or data set name (see the setting `data.train`), a sequence, an iterable, or an async iterable such
+    as the queue of a live service; None takes `data.train`. A sequence can be shuffled, split and repeated. A stream
+    (anything without a length) is consumed once, in order, one row at a time; settings that need a length are refused.
+    `next()` of a plain iterable runs on the event loop: an iterable that blocks should be async.
 
-    Reading and checking a file takes time in proportion to its size; inside a service that runs already, construct
-    this in a thread. Raises DataError.
+    Construct it in a thread if an event loop is running: reading a large file takes time. Raises DataError.
     """
 
     def __init__(self, source: Source | None, config: Config):
@@ -73,7 +71,7 @@ class Tasks:
                 raise DataError("no tasks: set data.train=FILE, or pass tasks in the program")
             source = data.train
         elif data.train:
-            raise DataError(f"data.train={data.train!r}, but the program passes its own tasks; leave one of them out")
+            raise DataError(f"data.train={data.train!r}, but the program passes tasks itself; remove one of the two")
         self.position = 0
         self._epochs = data.epochs
         self._seed = config.seed if data.shuffle else None
@@ -104,16 +102,16 @@ class Tasks:
         return task, position
 
     def at(self, position: int) -> Task:
-        """The task at a position; DataError for a stream, which keeps none."""
+        """The task at a position. Raises DataError for a stream, which keeps none."""
         if self._rows is None:
-            raise DataError(f"the task at position {position} came from a stream and cannot be had again")
+            raise DataError(f"the task at position {position} came from a stream and cannot be read again")
         epoch, index = divmod(position, len(self._rows))
         return self._rows[self._epoch_order(epoch)[index]]
 
     def seek(self, position: int, again: Collection[int] = ()) -> dict[int, Task]:
-        """Let the next task be the one at `position` >= 0; returns those of the positions `again` before it that can
-        still be had. Of an iterable the tasks before `position` are read once more (DataError when it ends before); an
-        async stream goes on with whatever comes, only the count is kept, and nothing is had again."""
+        """Continue at `position` >= 0. Returns the tasks at the earlier positions `again`, as far as they can be read:
+        an iterable is read up to `position` (DataError if it ends before); an async stream returns none and continues
+        with whatever comes next."""
         found: dict[int, Task] = {}
         if self._rows is not None:
             found = {earlier: self.at(earlier) for earlier in again}
@@ -121,7 +119,7 @@ class Tasks:
             for past in range(self.position, position):
                 row = next(self._stream, None)
                 if row is None:
-                    raise DataError(f"position {position} is outside of the stream: it ended after {past} tasks")
+                    raise DataError(f"position {position} is past the end of the stream, which has {past} tasks")
                 if past in again:
                     found[past] = self._named(row, past)
         self.position = position
@@ -148,8 +146,8 @@ class Tasks:
 
 
 def evaluation_tasks(config: Config) -> Sequence[Task]:
-    """The tasks of `data.evaluation`, or those held out of `data.train`: the same ones for the same seed. DataError
-    when there are neither."""
+    """The tasks of `data.evaluation`, or those held out of `data.train` (the same for the same seed). Raises DataError
+    if there are neither."""
     data = config.data
     if data.evaluation:
         return read(data.evaluation)
@@ -159,20 +157,20 @@ def evaluation_tasks(config: Config) -> Sequence[Task]:
 
 
 def check(tasks: Any) -> Rows:
-    """A sequence of rows (len and index) as tasks with ids. Raises DataError."""
+    """Turn a sequence of rows (anything with len and index) into tasks with ids. Raises DataError."""
     return _checked(tasks, (tasks[i] for i in range(len(tasks))), "tasks", "tasks[{}]".format)
 
 
 def read(source: str) -> Rows:
-    """All rows of a .jsonl or .parquet file, a folder saved by `datasets`, or a Hugging Face data set
-    ("name", "name:split", "name:config:split"). Raises DataError."""
+    """Read all rows of a .jsonl or .parquet file, a folder saved by `datasets`, or a Hugging Face data set ("name",
+    "name:split", "name:config:split"). Raises DataError."""
     path = Path(source)
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
     if path.is_file():
-        raise DataError(f"{source}: unknown kind of file; write .jsonl (one JSON object a line) or .parquet")
+        raise DataError(f"{source}: unknown file type; use .jsonl (one JSON object per line) or .parquet")
     return _read_dataset(source)
 
 
@@ -202,7 +200,7 @@ def _parse(text: bytes, place: str) -> Row:
 
 
 class _Parquet:
-    """An Arrow table as a sequence of dicts: stays columnar, rows are made one at a time or a batch at a time."""
+    """An Arrow table as a sequence of dicts. It stays columnar; rows are built on access."""
 
     def __init__(self, table: Any):
         self._table = table
@@ -232,7 +230,7 @@ def _read_parquet(path: Path) -> Rows:
 
 
 def _read_dataset(source: str) -> Rows:
-    """Needs the extra `datasets`. Without a split: "train", or the only one there is."""
+    """Needs the extra `datasets`. The default split is "train", or the only one."""
     try:
         import datasets
     except ImportError:
@@ -246,24 +244,23 @@ def _read_dataset(source: str) -> Rows:
             found = datasets.load_from_disk(name)
         else:
             found = datasets.load_dataset(name, options[0] if len(options) == 2 else None)
-    except Exception as error:  # datasets raises ValueError, OSError, its own and the hub's
-        raise DataError(
-            f"{source}: cannot load this data set ({type(error).__name__}: {error}); a file's name must end in "
-            ".jsonl or .parquet"
-        ) from None
+    except Exception as error:  # datasets raises ValueError, OSError, its own errors and the hub's
+        reason = f"{type(error).__name__}: {error}"
+        hint = "a file name must end in .jsonl or .parquet"
+        raise DataError(f"{source}: cannot load this data set ({reason}); {hint}") from None
     if isinstance(found, dict):
         split = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
         if split not in found:
-            raise DataError(f"{source}: no split {split!r}; there is {', '.join(found)}")
+            raise DataError(f"{source}: no split {split!r}; it has {', '.join(found)}")
         found = found[split]
     elif split:
-        raise DataError(f"{source}: this data set has no splits; leave out {split!r}")
+        raise DataError(f"{source}: this data set has no splits; remove {split!r}")
     only_ids = found.select_columns(["id"]) if "id" in found.column_names else found
     return _checked(found, only_ids, source, lambda i: f"{source} row {i}")
 
 
 def _checked(table: Any, rows: Iterable[Row], whole: str, place: Callable[[int], str]) -> Rows:
-    """rows: those of `table`, or only their ids; place(i) names row i. No row, or one id twice, is a DataError."""
+    """rows: those of `table`, or only their ids; place(i) names row i. Raises DataError if empty or an id repeats."""
     seen: dict[str, int] = {}
     for i, row in enumerate(rows):
         name = _id(row, place(i))
@@ -272,12 +269,12 @@ def _checked(table: Any, rows: Iterable[Row], whole: str, place: Callable[[int],
             raise DataError(f"{place(seen[name])} and {place(i)} {same}")
         seen[name] = i
     if not seen:
-        raise DataError(f"{whole}: there is not a single task")
+        raise DataError(f"{whole}: no tasks")
     return Rows(table, list(seen))
 
 
 def _split(rows: Rows, size: int, seed: int) -> tuple[Rows, Rows]:
-    """(training rows, `size` held-out rows), both in the order of the rows."""
+    """(training rows, `size` held-out rows), both in their original order."""
     if size >= len(rows):
         raise DataError(f"data.evaluation_size={size} leaves nothing to train on: there are {len(rows)} tasks")
     order = _permutation(len(rows), seed, "split")
@@ -291,30 +288,26 @@ def _id(row: Any, place: str) -> str:
         try:
             content = orjson.dumps(dict(row), option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
         except TypeError as error:
-            raise DataError(f"{place} needs an `id`: none can be made from its content ({error})") from None
+            raise DataError(f"{place} needs an `id`: its content cannot be hashed ({error})") from None
         return hashlib.blake2b(content, digest_size=12).hexdigest()
     name = row["id"]
     if isinstance(name, int | np.integer) and not isinstance(name, bool):
         return str(name)
     if not isinstance(name, str) or not name:
-        raise DataError(f"{place}: id={name!r} must be a text or an integer")
+        raise DataError(f"{place}: id={name!r} must be a non-empty string or an integer")
     return name
 
 
 def _refuse_for_stream(data: Data) -> None:
-    """I10: what a stream cannot do. data.shuffle is no matter: it says itself that a stream is taken as it comes."""
-    problems = {
-        f"data.epochs={data.epochs}": data.epochs > 1,
-        f"data.evaluation_size={data.evaluation_size}": data.evaluation_size > 0,
-    }
-    if wrong := [text for text, is_wrong in problems.items() if is_wrong]:
-        raise ConfigError(
-            f"{', '.join(wrong)} needs tasks with a length, but these are a stream; pass a list or a file"
-        )
+    """Refuse settings that need a length (I10). `data.shuffle` is documented not to apply to streams."""
+    wrong = [f"data.epochs={data.epochs}"] if data.epochs > 1 else []
+    wrong += [f"data.evaluation_size={data.evaluation_size}"] if data.evaluation_size else []
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)} needs tasks with a length, but got a stream; pass a list or a file")
 
 
 def _permutation(size: int, seed: int, purpose: str) -> list[int]:
-    """Random order of range(size): sorted by raw 64-bit words, which numpy keeps the same in all versions."""
+    """Random order of range(size), from raw 64-bit words, which are the same in all numpy versions."""
     key = int.from_bytes(hashlib.blake2b(f"{seed} {purpose}".encode(), digest_size=16).digest(), "big")
     words = np.random.PCG64(key).random_raw(size)
     return np.argsort(words, kind="stable").tolist()

@@ -3,28 +3,28 @@
     ArealError
     ├── ConfigError          a setting, a data row or an option that cannot be honoured; nothing has started
     │   └── DataError        a task file or data set (names the file and the line)
-    ├── EpisodeError         one episode cannot go on; it is retried, then dropped and counted (I9)
-    │   ├── DeadlineExceeded the episode or one of its calls ran out of time
+    ├── EpisodeError         one episode failed; it is retried, then dropped and counted (I9)
+    │   ├── DeadlineExceeded the episode or one of its calls timed out
     │   ├── ContextOverflow  the prompt leaves no room for an answer in the model's context
-    │   ├── RewardError      the reward could not be computed, or is no finite number
+    │   ├── RewardError      the reward could not be computed, or is not a finite number
     │   └── ForkRefused      an edit of earlier messages that the transcript cannot represent
     ├── ServerError          an SGLang server failed (names the server)
     │   ├── ServerLost       no connection, or it died; another server takes over
-    │   └── ServerRefused    it answered, but with an error or with garbage
+    │   └── ServerRefused    it answered with an error or with garbage
     ├── TrainerError         a trainer rank failed or refused a request (names the rank)
     │   └── VersionConflict  a training request for a version that the rank is not at (I4)
     ├── PublishError         new weights did not reach the servers
     ├── ProcessError         a child process did not start, or died (has the last lines of its log)
     ├── LedgerError          the ledger cannot be written or read
     ├── TooManyFailures      more episodes failed than `failures` allows (has the last traceback)
-    └── Stalled              no progress for `watchdog_s`; says what was waited for (I7)
+    └── Stalled              no progress for `watchdog_s`; names what the run was waiting for (I7)
 
-A message says the value, the place and the remedy.
+Messages name the value, the place and the remedy.
 """
 
 
 class ArealError(Exception):
-    """The root: `except ArealError` catches what areal raises on purpose, and nothing else."""
+    """The root: `except ArealError` catches everything that areal raises on purpose, and nothing else."""
 
 
 class ConfigError(ArealError):
@@ -36,11 +36,11 @@ class DataError(ConfigError):
 
 
 class EpisodeError(ArealError):
-    """One episode cannot go on."""
+    """One episode failed."""
 
 
 class DeadlineExceeded(EpisodeError):
-    """An episode, a model call or a tool call ran out of time."""
+    """An episode, a model call or a tool call timed out."""
 
 
 class ContextOverflow(EpisodeError):
@@ -48,7 +48,7 @@ class ContextOverflow(EpisodeError):
 
 
 class RewardError(EpisodeError):
-    """The reward of an episode could not be computed: to be raised by an agent whose reward function failed."""
+    """The reward of an episode could not be computed. Raise it in an agent whose reward function failed."""
 
 
 class ForkRefused(EpisodeError):
@@ -60,11 +60,11 @@ class ServerError(ArealError):
 
 
 class ServerLost(ServerError):
-    """The server is not reachable or died in mid-request."""
+    """The server is unreachable or died during a request."""
 
 
 class ServerRefused(ServerError):
-    """The server answered with an error status or with something that is not an answer."""
+    """The server answered with an error status or a malformed response."""
 
 
 class TrainerError(ArealError):
@@ -88,7 +88,7 @@ class LedgerError(ArealError):
 
 
 class TooManyFailures(ArealError):
-    """More episodes failed in a row than `failures` allows for what they failed of."""
+    """More consecutive episodes failed than `failures` allows for this kind of failure."""
 
 
 class Stalled(ArealError):
@@ -96,7 +96,7 @@ class Stalled(ArealError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The one error that a person should see of an ExceptionGroup: an ArealError if there is one, else the first."""
+    """The error of an ExceptionGroup to show to the user: the first ArealError, or else the first error."""
     while isinstance(error, BaseExceptionGroup):
         parts = [root_cause(part) for part in error.exceptions]
         error = next((part for part in parts if isinstance(part, ArealError)), parts[0])

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the trainer's ranks: a warm start before RL.
+"""Supervised fine-tuning on the trainer ranks: a warm start before RL.
 
 await sft(config, batches, "cache/warm")     # then run with model.path=cache/warm
 """
@@ -26,9 +26,9 @@ Example = tuple[ArrayLike, ArrayLike]
 
 
 async def sft(config: Config, batches: Iterable[Sequence[Example]], folder: Path | str) -> list[float]:
-    """Train `model.path` by weighted cross-entropy, one step a batch, and write the model to `folder`.
+    """Train `model.path` by weighted cross-entropy, one step per batch, and write the model to `folder`.
 
-    Uses the settings of model, optimizer, trainer, placement, train.steps (for the learning-rate schedule) and
+    Uses the model, optimizer, trainer and placement settings, train.steps (for the learning-rate schedule) and
     train.microbatch_tokens. Returns the loss of each step, in nats per unit of loss weight. Raises ConfigError,
     TrainerError and ProcessError.
     """

@@ -1,9 +1,9 @@
-"""What a ledger tells a person: of the run, of one group, of one episode token by token.
+"""`areal inspect`: show what a ledger records about the run, one group, or one episode token by token.
 
     show(inspect(RunFolder(Path("runs/latest")), episode="12.0"))
 
-It only reads, also while the run goes on. A page is texts and sheets; `show` draws them as tables on a terminal and as
-aligned lines elsewhere. Everything that an agent or a model wrote is shown with its control characters escaped.
+Read-only, and works while the run is in progress. A page is a list of strings and sheets; `show` prints sheets as
+tables on a terminal and as aligned lines elsewhere. Control characters in what an agent or model wrote are escaped.
 """
 
 from __future__ import annotations
@@ -23,18 +23,6 @@ from rich.text import Text
 from areal.algorithms.advantages import grpo
 from areal.config import Config
 from areal.controller import facts
-from areal.controller.facts import (
-    Admitted,
-    BatchFormed,
-    Checkpointed,
-    Completed,
-    Dropped,
-    Fact,
-    Failed,
-    Finished,
-    GaveUp,
-    Trained,
-)
 from areal.controller.reader import LedgerReader
 from areal.controller.scheduler import State
 from areal.errors import ConfigError, LedgerError
@@ -42,20 +30,20 @@ from areal.run import RunFolder
 from areal.types import NOT_SAMPLED, EpisodeRecord, Trajectory
 
 _OPEN_GROUPS = 10
-"""Open groups that the page of a run shows."""
+"""Maximum number of open groups on the page of a run."""
 _WINDOW = 32
-"""Tokens that are decoded together, at least, before a new stretch begins."""
+"""Minimum number of tokens that are decoded together."""
 _REASONS = {
-    "stale": "all its tokens, or with staleness.late=drop one of them, were more than staleness.max steps old",
+    "stale": "all its tokens were stale, or one was and staleness.late=drop",
     "uniform": "its rewards were all equal, and group.uniform=replace",
-    "empty": "it had no token for the loss",
-    "lost": "after a restart too few members could still finish",
+    "empty": "it had no loss tokens",
+    "lost": "after the run was resumed, too few members could still finish",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A table. columns: their names, none for a table without a head. align: "<" or ">", for each column."""
+    """A table. columns: names, none for a table without a header. align: "<" or ">" per column."""
 
     align: str
     columns: tuple[str, ...]
@@ -67,11 +55,11 @@ Page = list[Sheet | str]
 
 @dataclass(slots=True)
 class Member:
-    """What the facts tell of one member; `tokens` are (version, number of loss tokens)."""
+    """What the facts say about one member; `tokens` are (version, number of loss tokens)."""
 
     reward: float | None = None
     tokens: tuple[tuple[int, int], ...] = ()
-    failures: list[Failed] = field(default_factory=list)
+    failures: list[facts.Failed] = field(default_factory=list)
     gave_up: bool = False
 
     @property
@@ -81,49 +69,49 @@ class Member:
 
 @dataclass(slots=True)
 class Story:
-    """What the facts tell of one group. Pairs: version of the trainer, lowest version of the servers."""
+    """What the facts say about one group. Pairs: version of the trainer, lowest version of the servers."""
 
-    begin: Admitted
+    begin: facts.Admitted
     members: list[Member]
     admitted: tuple[int, int]
     ready: tuple[int, int] | None = None
-    batch: BatchFormed | None = None
-    trained: Trained | None = None
-    dropped: Dropped | None = None
+    batch: facts.BatchFormed | None = None
+    trained: facts.Trained | None = None
+    dropped: facts.Dropped | None = None
     dropped_at: tuple[int, int] = (0, 0)
-    covered: Checkpointed | None = None
-    """The checkpoint with which the trajectories were deleted."""
+    covered: facts.Checkpointed | None = None
+    """The checkpoint after which the trajectories were deleted."""
 
     @property
     def oldest(self) -> int:
-        """Tokens of versions below it are not in the loss."""
+        """The lowest version in the loss."""
         return self.batch.oldest_version if self.batch else 0
 
     @property
-    def fate(self) -> str:
+    def outcome(self) -> str:
         if self.dropped:
             reason = self.dropped.reason
-            given_up = f"too few members could still finish; the last failure was of the kind {reason}"
+            given_up = f"too few members could still finish; the kind of the last failure was {reason}"
             why = given_up if any(member.gave_up for member in self.members) else "decided outside the scheduler"
             return f"dropped {_at(self.dropped_at)}; reason {reason}: {_REASONS.get(reason, why)}"
         if self.batch:
             step = f"batch {self.batch.batch}, the step from version {self.batch.from_version}"
             return f"trained in {step} to {self.trained.version}" if self.trained else f"open, in {step}"
         out = _list(i for i, member in enumerate(self.members) if member.state == "not finished")
-        return "open, complete: waits for a batch" if self.ready else f"open, waits for member {out}"
+        return "open, complete: waiting for a batch" if self.ready else f"open, waiting for member {out}"
 
     @property
     def trajectories(self) -> str:
-        """Where they went, when the ledger has none."""
+        """Why the ledger has none."""
         if self.dropped:
             return "deleted when the group was dropped"
         if self.covered:
             covers = f"the checkpoint of version {self.covered.version} ({self.covered.path}) covers their step"
             return f"deleted, because {covers}; rewards, failures and token counts remain"
-        return "not in the ledger yet, or not any more: look again"
+        return "not in the ledger yet, or just deleted: try again"
 
     def advantages(self, config: Config) -> dict[int, float]:
-        """By member, as in the loss; empty for a group that is not complete, or dropped."""
+        """By member, as in the loss; empty for a group that is incomplete or dropped."""
         rewards = {i: member.reward for i, member in enumerate(self.members) if member.reward is not None}
         if not self.ready or self.dropped:
             return {}
@@ -132,10 +120,9 @@ class Story:
 
 
 def inspect(folder: RunFolder, *, group: str | None = None, episode: str | None = None) -> Page:
-    """The page of the run, of a group ("12"), or of an episode ("12.0", group and member).
+    """The page of the run, a group ("12"), or an episode ("12.0": group and member).
 
-    Raises ConfigError for what is no run folder and for a number that the run does not have; LedgerError for a ledger
-    that cannot be read.
+    Raises ConfigError if this is not a run folder or the run has no such number, LedgerError for an unreadable ledger.
     """
     config, name = folder.configs()[-1], folder.path.resolve().name
     wanted = _numbers("--episode", "GROUP.MEMBER, such as 12.0", r"(\d+)\.(\d+)", episode) if episode else ()
@@ -145,7 +132,7 @@ def inspect(folder: RunFolder, *, group: str | None = None, episode: str | None 
         if not wanted:
             return _run_page(name, config, state)
         if story is None:
-            known = f"the run has groups 0 to {state.admitted - 1}" if state.admitted else "the run has no group yet"
+            known = f"the run has groups 0 to {state.admitted - 1}" if state.admitted else "the run has no groups yet"
             raise ConfigError(f"there is no group {wanted[0]}: {known}")
         if group:
             return _group_page(name, config, story, ledger)
@@ -155,50 +142,50 @@ def inspect(folder: RunFolder, *, group: str | None = None, episode: str | None 
         return _episode_page(folder, config, story, wanted[1], ledger)
 
 
-def follow(history: Iterable[Fact], group: int) -> tuple[State, Story | None]:
-    """Fold the facts of `history`; the story of one group among them, None when there is no such group."""
+def follow(history: Iterable[facts.Fact], group: int) -> tuple[State, Story | None]:
+    """Fold the facts of `history`; also returns the story of `group`, None if there is no such group."""
     state = State()
     story: Story | None = None
     for fact in history:
         state.apply(fact)
         now = state.version, state.serving
-        if isinstance(fact, Admitted) and fact.group == group:
+        if isinstance(fact, facts.Admitted) and fact.group == group:
             story = Story(fact, [Member() for _ in range(fact.members)], now)
-        if story is None:
+        if story is None or getattr(fact, "group", group) != group:
             continue
         match fact:
-            case Finished(group=number) if number == group:
+            case facts.Finished():
                 story.members[fact.member].reward, story.members[fact.member].tokens = fact.reward, fact.tokens
-            case Failed(group=number) if number == group:
+            case facts.Failed():
                 story.members[fact.member].failures.append(fact)
-            case GaveUp(group=number) if number == group:
+            case facts.GaveUp():
                 story.members[fact.member].gave_up = True
-            case Completed(group=number) if number == group:
+            case facts.Completed():
                 story.ready = now
-            case Dropped(group=number) if number == group:
+            case facts.Dropped():
                 story.dropped, story.dropped_at = fact, now
-            case BatchFormed() if group in fact.groups:
+            case facts.BatchFormed() if group in fact.groups:
                 story.batch = fact
-            case Trained() if story.batch and fact.batch == story.batch.batch:
+            case facts.Trained() if story.batch and fact.batch == story.batch.batch:
                 story.trained = fact
-            case Checkpointed() if story.batch and not story.covered:
+            case facts.Checkpointed() if story.batch and not story.covered:
                 story.covered = fact if fact.version - facts.KEPT_STEPS > story.batch.from_version else None
     return state, story
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each id adds. Laid end to end they are the text of all ids, special tokens too: an id that ends in
-    the middle of a character adds nothing, and the one that completes it has it whole."""
+    """The text that each id adds; joined, they are the decoded ids with special tokens. The bytes of a character that
+    spans several ids are shown at the last of them."""
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     found: list[str] = []
-    start, shown = 0, 0  # characters of the text of ids[start:] that are given out
+    start, shown = 0, 0  # shown: how many characters of the text of ids[start:] are in `found`
     for end in range(1, len(ids) + 1):
         text = decode(ids[start:end])
         if end < len(ids):
-            text = text.rstrip("\ufffd")  # the next ids may make a character of these bytes
+            text = text.rstrip("\ufffd")  # the next ids may complete this character
         found.append(text[shown:])
         shown = max(shown, len(text))
-        # A new stretch begins with an id that is given out: some tokenizers strip the space before the first.
+        # A new window starts with an id already shown, because some tokenizers strip a leading space.
         if end - start >= _WINDOW and "\ufffd" not in (last := decode(ids[end - 1 : end])):
             start, shown = end - 1, len(last)
     return found
@@ -228,7 +215,7 @@ def _run_page(name: str, config: Config, state: State) -> Page:
     episodes |= {f"failed, {kind}": count for kind, count in sorted(state.failures.items())}
     tokens = sum(state.staleness.values())
     ages = [(str(age), str(of_age), f"{of_age / tokens:.0%}") for age, of_age in sorted(state.staleness.items())]
-    ages += [("too old, masked", str(state.masked_tokens), "")] if state.masked_tokens else []
+    ages += [("stale, masked", str(state.masked_tokens), "")] if state.masked_tokens else []
     page: Page = [
         Sheet("<<", (), head),
         Sheet("<>", ("groups", "number"), [(what, str(count)) for what, count in groups.items()]),
@@ -242,10 +229,10 @@ def _run_page(name: str, config: Config, state: State) -> Page:
         by_version = _by_version(group.tokens.items())
         rows.append((str(group.number), repr(group.task_id), where, _list(group.pending), rewards, by_version))
     if rows:
-        columns = ("open group", "task", "state", "waits for", "rewards", "loss tokens by version")
+        columns = ("open group", "task", "state", "waiting for", "rewards", "loss tokens by version")
         page.append(Sheet("><<<<<", columns, rows))
     if len(state.open) > len(rows):
-        page.append(f"and {len(state.open) - len(rows)} more open groups; --group NUMBER shows any one")
+        page.append(f"and {len(state.open) - len(rows)} more open groups; --group NUMBER shows one of them")
     return page
 
 
@@ -286,7 +273,7 @@ def _episode_page(folder: RunFolder, config: Config, story: Story, index: int, l
         head += [("metric", f"{_visible(key)} {value:.4g}") for key, value in record.metrics.items()]
         tokenizer = _tokenizer(folder, config) if record.trajectories else ""
         if isinstance(tokenizer, str):
-            page.append(f"the text of the tokens is not shown: {tokenizer or 'there are none'}")
+            page.append(f"the text of the tokens is not shown: {tokenizer or 'there are no tokens'}")
         for i, trajectory in enumerate(record.trajectories, 1):
             title = f"trajectory {i} of {len(record.trajectories)}: {len(trajectory.ids)} tokens"
             page += _trajectory(title, trajectory, story, advantage, tokenizer)
@@ -296,11 +283,11 @@ def _episode_page(folder: RunFolder, config: Config, story: Story, index: int, l
 
 
 def _trajectory(title: str, trajectory: Trajectory, story: Story, advantage: float | None, tokenizer: Any) -> Page:
-    """tokenizer: a text when there is none."""
+    """tokenizer: a string if there is none."""
     keep = trajectory.loss_mask & (trajectory.versions >= story.oldest)
     title += f", {trajectory.loss_mask.sum()} with a loss"
     if story.batch:
-        title += f"; in batch {story.batch.batch} it is {keep.sum()}, those of version {story.oldest} or newer"
+        title += f"; batch {story.batch.batch} used {keep.sum()}, those of version {story.oldest} or newer"
     versions = trajectory.versions.tolist()
     columns = {
         "token": map(str, range(len(keep))),
@@ -326,7 +313,7 @@ def _head(what: str, name: str, story: Story) -> list[tuple[str, str]]:
         ("task", f"{story.begin.task_id!r}, position {story.begin.position} of the data"),
         ("admitted", _at(story.admitted)),
         *([("complete", _at(story.ready))] if story.ready else []),
-        ("fate", story.fate),
+        ("outcome", story.outcome),
     ]
 
 
@@ -341,7 +328,7 @@ def _failures(members: Sequence[Member], first: int = 0) -> Iterator[str]:
 
 
 def _tokenizer(folder: RunFolder, config: Config) -> Any:
-    """The tokenizer of the run's model, or of a checkpoint when the model has moved; a text that says why not."""
+    """The tokenizer of the run's model, or of a checkpoint if the model has moved; else a string that says why not."""
     saved = folder.checkpoints().values() if (folder.path / "checkpoints").is_dir() else ()
     why = "model.path is empty"
     for path in filter(None, [config.model.path, *(str(path) for path in saved)]):
@@ -349,7 +336,7 @@ def _tokenizer(folder: RunFolder, config: Config) -> Any:
 
         try:
             return AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except Exception as error:  # transformers raises OSError, ValueError, ImportError, its own and those of Rust
+        except Exception as error:  # transformers raises OSError, ValueError, ImportError and errors of its own
             why = f"no tokenizer could be loaded from model.path={path} ({type(error).__name__})"
     return why
 
@@ -389,7 +376,7 @@ def _signed(value: float | None) -> str:
 
 
 def show(page: Page, console: Console | None = None) -> None:
-    """Print a page; OSError when the output was closed."""
+    """Print a page. Raises OSError if the output was closed."""
     console = console or Console()
     is_terminal = console.is_terminal and not console.is_dumb_terminal
     for number, part in enumerate(page):

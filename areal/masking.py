@@ -1,4 +1,4 @@
-"""Secrets in the environment: which variables hold one, and how children and texts go without."""
+"""Secrets in the environment: which variables hold one, and how to keep them out of child processes and texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 _NAMES = re.compile(r"(PASSWORD|PASSWD|APIKEY|(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?))$", re.IGNORECASE)
 _SHORTEST = 8
-"""A shorter value would be found in texts that have nothing to do with it."""
+"""Shorter values are not masked: they would match unrelated text."""
 
 
 def is_secret(name: str) -> bool:
@@ -22,14 +22,14 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def mask(text: str) -> str:
-    """`text` with `<NAME>` in the place of each secret of this process's environment."""
+    """`text` with each secret of this process's environment replaced by `<NAME>`."""
     for name, value in secrets().items():
         text = text.replace(value, f"<{name}>")
     return text
 
 
 def secrets() -> dict[str, str]:
-    """Name -> value of those in this process's environment, the longest first: another may be a part of it."""
+    """Name -> value of those in this process's environment, longest first, because one may contain another."""
     found = {n: v for n, v in os.environ.items() if len(v) >= _SHORTEST and is_secret(n)}
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 

@@ -1,8 +1,7 @@
-"""What is measured: the record of one step, the files it goes to, and two small measures.
+"""Metrics: the report of a step, the files and services it is written to, a rate, and the staleness of a batch.
 
-`metrics.jsonl` is always written; TensorBoard and W&B by `metrics.sinks`. One thread does all writing, because a
-network file system or W&B may block for seconds and the event loop may not. Metrics are not worth a run: a write that
-fails is logged as a warning, once, and the run goes on.
+`metrics.jsonl` is always written, TensorBoard and W&B as set in `metrics.sinks`. One thread does all writing, because
+a network file system or W&B may block for seconds. A failed write does not stop the run: it is logged once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,12 +31,12 @@ NAN = math.nan
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a training step looked like from the controller. NaN means not known.
+    """A training step as the controller sees it. NaN means unknown.
 
-    version: after the step. staleness: steps -> tokens in the loss. masked_share: 0..1, sampled tokens of the batch
-    that were too old for the loss. generated_tokens_per_s: since the last step; trained_tokens_per_s: of the trainer
-    while it works. still_share: 0..1, time the servers stood still for weights
-    over time. logprob_gap: TrainStats.logprob_gap_max. success: of the last evaluation. seconds: since the last step.
+    version: after the step. staleness: steps -> tokens in the loss. masked_share: 0..1, share of the batch's sampled
+    tokens that were masked as stale. generated_tokens_per_s: since the last step; trained_tokens_per_s: while the
+    trainer works. still_share: 0..1, share of time that servers were paused for weights. logprob_gap:
+    TrainStats.logprob_gap_max. success: of the last evaluation. seconds: since the last step.
     """
 
     step: int
@@ -58,26 +57,13 @@ class StepReport:
     notes: tuple[str, ...] = ()
 
     def metrics(self) -> dict[str, Any]:
-        """The numbers under the names they have in metrics.jsonl."""
-        return {
-            "version": self.version,
-            "reward": self.reward_mean,
-            "success": self.success,
-            "groups": self.groups,
-            "staleness": dict(self.staleness),
-            "masked_share": self.masked_share,
-            "generated_tokens_per_s": self.generated_tokens_per_s,
-            "trained_tokens_per_s": self.trained_tokens_per_s,
-            "still_share": self.still_share,
-            "logprob_gap": self.logprob_gap,
-            "episodes_running": self.episodes_running,
-            "groups_open": self.groups_open,
-            "seconds": self.seconds,
-        }
+        """The numbers under their names in metrics.jsonl."""
+        numbers = {name: value for name, value in asdict(self).items() if name not in ("step", "steps", "notes")}
+        return {"reward": numbers.pop("reward_mean"), **numbers}
 
 
 class Sink(Protocol):
-    """Where numbers go, by flat names. Used by the writer thread only."""
+    """A destination for numbers by flat names, used by the writer thread only."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -85,19 +71,18 @@ class Sink(Protocol):
 
 
 def check_sinks(sinks: Sequence[str]) -> None:
-    """Raises ConfigError for one whose package is missing."""
+    """Raise ConfigError for a sink whose package is missing."""
     for sink in sinks:
         spec = find_spec(sink)
-        if spec is None or spec.origin is None:  # the latter: a folder of that name, such as W&B itself writes
+        if spec is None or spec.origin is None:  # no origin: a folder of that name, such as W&B creates
             raise ConfigError(f'metrics.sinks={list(sinks)}: {sink} is not installed; pip install "areal[{sink}]"')
 
 
 class Metrics:
     """`async with Metrics(folder, config.metrics.sinks) as metrics: metrics.log(step, {...})`
 
-    folder: of the run; its name is the name of the run in W&B. settings: shown by W&B beside the run.
-    inline: no thread. Raises ConfigError for a sink whose package is missing (at once) or that does not open (on
-    entering).
+    folder: of the run; W&B uses its name for the run. settings: shown in W&B. inline: write without a thread.
+    Raises ConfigError for a sink whose package is missing, and on entering for one that does not open.
     """
 
     def __init__(
@@ -129,7 +114,7 @@ class Metrics:
         await asyncio.to_thread(self.close)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Hand over the numbers of one step; returns at once. A value may be a mapping (name -> number)."""
+        """Queue the numbers of one step. A value may be a mapping (name -> number)."""
         item = (step, time.time(), dict(values))
         if self._thread is None:
             self._write(*item)
@@ -137,14 +122,14 @@ class Metrics:
             self._queue.put(item)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Write what is left and close the sinks; blocks. After timeout_s the rest is given up, with a warning."""
+        """Block until everything is written and the sinks are closed; after timeout_s, warn and give up."""
         if self._thread is None:
             self._close_all()
             return
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("metrics: still writing after %g s; the last ones may be missing in %s", timeout_s, self._names)
+            log.warning("metrics: still writing after %g s; the last may be missing in %s", timeout_s, self._names)
 
     def _open(self) -> None:
         self._file = (self._folder / "metrics.jsonl").open("ab")
@@ -188,8 +173,6 @@ class Metrics:
 
 
 class TensorBoard:
-    """Event files in `folder`."""
-
     def __init__(self, folder: Path):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -205,7 +188,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """One W&B run, named like the run folder; WANDB_MODE=offline needs no network."""
+    """A W&B run named after the run folder; WANDB_MODE=offline needs no network."""
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]):
         import wandb
@@ -228,7 +211,7 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 class Rate:
-    """Events per second over a sliding window; `now` is any monotonic time in seconds, such as loop.time()."""
+    """Events per second over a sliding window. `now` is a monotonic time in seconds, such as loop.time()."""
 
     def __init__(self, window_s: float, now: float):
         self._window_s = window_s
@@ -242,7 +225,7 @@ class Rate:
         self._forget(now)
 
     def per_second(self, now: float) -> float:
-        """Over the window, or since the start where that is shorter; 0 before any time has passed."""
+        """Over the window, or since the start if that is shorter; 0 before any time has passed."""
         self._forget(now)
         span = min(self._window_s, now - self._start)
         return self._sum / span if span > 0 else 0.0
@@ -253,7 +236,7 @@ class Rate:
 
 
 def staleness_of(batch: Batch) -> dict[int, int]:
-    """Staleness in steps -> number of loss tokens of the batch that have it, smallest staleness first."""
+    """Staleness in steps -> number of loss tokens of the batch with that staleness, in ascending order."""
     versions = [
         trajectory.versions[trajectory.loss_mask]
         for group in batch.groups

@@ -1,19 +1,19 @@
-"""The folder of one run, and what is in it.
+"""The folder of one run and its files.
 
     runs/search-0001/
       config.toml       the effective settings; `areal config` reads them back
       command.json      the program, for `areal resume`
-      metrics.jsonl     one line a step
-      servers.toml      which servers it is to have; may change while it goes on
-      logs/             the output of each child process; while they run, files through which they find each other
+      metrics.jsonl     one line per step
+      servers.toml      the servers it should have; may be edited while the run is in progress
+      logs/             the output of each child process, and files with which running ones find each other
       ledger/           what happened to every group
       checkpoints/      step-40, step-50: Hugging Face format
-      summary.json      where it stands, and in the end how it ended
+      summary.json      state of the run so far, or how it ended
       reward.png        the reward curve
     runs/latest         -> search-0001
 
-Everything here touches the disk and blocks for milliseconds, `draw_curve` for a second: call it in a thread where an
-event loop is running.
+Everything here blocks on the disk for milliseconds, `draw_curve` for a second: under an event loop, call it in a
+thread.
 """
 
 from __future__ import annotations
@@ -53,68 +53,73 @@ SUMMARY_KEYS = (
     "weights_pause_share",
     "logprob_gap_max",
 )
-"""Keys that summary.json always has, null where the run does not know. `groups` has `admitted`, `trained`, `dropped`
-(reason -> count) and `open`; success and greedy are shares of evaluation tasks, sampled and greedy. `wall_s` and the
-last four are of the last life, after a resume; `tokens_trained` counts prompts, and repeated steps again."""
+"""Keys that summary.json always has, null if unknown. `groups` has `admitted`, `trained`, `dropped` (reason -> count)
+and `open`; success and greedy are shares of evaluation tasks solved, with sampling and greedily. `wall_s` and the last
+four cover the last life only; `tokens_trained` includes prompts and repeated steps."""
 
 LOCK = ".areal-lock"
-"""Held by the process that a folder of weights belongs to."""
+"""Locked by the process that owns a folder of weights."""
 CURVE_WINDOW = 5
-"""Steps over which the drawn reward is averaged."""
+"""Steps over which the reward curve is averaged."""
 
 
 def weights_folder(config: Config, run: Path, origin: str) -> Path:
-    """Where this process of a run exports weights. Absolute: a server that areal did not start has another working
-    folder. Its own for each run and process, since `weights.folder` may be shared."""
+    """Where this life of a run exports weights. Absolute, because an external server has another working directory;
+    unique per run and process, because runs may share `weights.folder`."""
     chosen = config.weights.folder
     return (Path(chosen, f"{origin}-{os.getpid()}") if chosen else run / "weights").absolute()
 
 
 def take_folder(folder: Path) -> int:
-    """Make a new folder that only this user can enter, held until the descriptor that is returned is closed.
+    """Create a folder with mode 0700, locked until the returned descriptor is closed.
 
-    One of that name is deleted, and so are its neighbours that killed processes left: on a tmpfs they fill the memory.
-    Raises ConfigError when it cannot be made, belongs to somebody else (who could read and change what is written
-    there), or to a process that lives.
+    An existing folder of that name is deleted, and so are its siblings whose process is dead: on a tmpfs they would
+    fill the memory. Raises ConfigError if the folder cannot be created, belongs to another user (who could read and
+    change the weights), or to a running process.
     """
     for lock in folder.parent.glob(f"*/{LOCK}"):
         with suppress(OSError):
-            # A file of somebody else may be a pipe, or a link.
+            # Another user's file may be a pipe or a link.
             descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process is alive
                 if os.fstat(descriptor).st_uid == os.getuid():
                     shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
     if (folder / LOCK).exists():
-        raise ConfigError(f"the folder {folder} belongs to a process that lives; set weights.folder to another")
+        raise ConfigError(f"the folder {folder} is used by a running process; set weights.folder to another")
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
         unlocked = folder / f"{LOCK}-new"
         descriptor = os.open(unlocked, os.O_CREAT | os.O_WRONLY, 0o600)
-        with suppress(OSError):  # a file system without locks: there, what is left stays
+        with suppress(OSError):  # a file system without locks, where leftovers stay
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            unlocked.rename(folder / LOCK)  # nobody sees it before it is locked
+            unlocked.rename(folder / LOCK)  # visible only once it is locked
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; set weights.folder to another") from None
+        raise ConfigError(f"cannot create {folder}: {error.strerror}; set weights.folder to another folder") from None
     return descriptor
 
 
 class RunFolder:
-    """Paths and files of a run. `create` makes a new one, the constructor takes one that exists."""
+    """Paths and files of a run. `create` makes a new folder; the constructor takes an existing one."""
 
     def __init__(self, path: Path, keep: int = 2):
         self.path = path
+        self.config_file = path / "config.toml"
+        self.logs = path / "logs"
+        self.ledger = path / "ledger"
+        self.servers_file = path / "servers.toml"
+        self.summary_file = path / "summary.json"
         self._keep = keep
-        self._writing = threading.Lock()  # a thread goes on when whoever waited for it is cancelled
+        self._writing = threading.Lock()  # cancelling a task does not stop the thread that it waits for
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
-        """Make `folder`/`name`-<next number>, readable by this user only, and point `latest` at it. The number is
-        taken by mkdir, so that two runs that start together get two. Raises ConfigError when the disk refuses."""
+        """Create `folder`/`name`-<next number>, readable by this user only, and point `latest` at it. mkdir claims the
+        number, so that runs starting together get different ones. Raises ConfigError on a disk error."""
         parent = Path(config.folder)
         settings = config.to_toml()
         try:
@@ -127,8 +132,8 @@ class RunFolder:
                 command = {"command": [mask(word) for word in config.command], "folder": os.getcwd()}
                 (path / "command.json").write_bytes(orjson.dumps(command, option=orjson.OPT_INDENT_2))
         except OSError as error:
-            raise ConfigError(f"cannot make a run folder in folder={config.folder!r}: {error}") from None
-        with suppress(OSError):  # no symbolic links here, or `latest` is something of the user's
+            raise ConfigError(f"cannot create a run folder in folder={config.folder!r}: {error}") from None
+        with suppress(OSError):  # no symbolic links here, or the user has a folder named `latest`
             link = parent / f".latest-{uuid.uuid4().hex}"
             link.symlink_to(path.name)
             try:
@@ -139,8 +144,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, config: Config) -> RunFolder:
-        """The folder of the run that `config` goes on with. Its config.toml is replaced; the one before is kept as
-        config-<number>.toml. Raises ConfigError when the disk refuses."""
+        """The folder of the run that `config` resumes. Its config.toml is replaced and the previous one kept as
+        config-<number>.toml. Raises ConfigError on a disk error."""
         path = config.run
         assert path is not None
         try:
@@ -148,43 +153,23 @@ class RunFolder:
             current = path / "config.toml"
             number = sum(1 for _ in path.glob("config-*.toml"))
             shutil.copyfile(current, path / f"config-{number}.toml")
-            for half in (path / "checkpoints").glob(".*"):  # written or deleted half when the controller was killed
-                shutil.rmtree(half)
+            for partial in (path / "checkpoints").glob(".*"):  # the controller was killed while writing or deleting it
+                shutil.rmtree(partial)
             (path / ".config.toml").write_text(config.to_toml(), encoding="utf-8")
             (path / ".config.toml").replace(current)
         except OSError as error:
-            raise ConfigError(f"cannot write into the run folder {path}: {error}") from None
+            raise ConfigError(f"cannot write to the run folder {path}: {error}") from None
         return cls(path, config.checkpoint.keep)
 
     def configs(self) -> list[Config]:
-        """The settings of each life, first to last. ConfigError when this is no run folder."""
+        """The settings of each life, first to last. Raises ConfigError if this is not a run folder."""
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path} is not the folder of a run: it has no config.toml; look into runs/")
         earlier = takewhile(Path.is_file, (self.path / f"config-{number}.toml" for number in count()))
         return [Config.load([str(file)], recorded=True) for file in (*earlier, self.config_file)]
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger"
-
-    @property
-    def servers_file(self) -> Path:
-        return self.path / "servers.toml"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step goes. It counts once it has this name: write it under another, then rename."""
+        """Path of the checkpoint of a step. Write it under another name, then rename: this name means complete."""
         return self.path / "checkpoints" / f"step-{step}"
 
     def checkpoints(self) -> dict[int, Path]:
@@ -202,18 +187,18 @@ class RunFolder:
         return max(self.checkpoints(), default=None)
 
     def prune(self) -> list[int]:
-        """Delete all but the newest `checkpoint.keep`; returns the steps deleted. A checkpoint loses its name first, so
-        that a half-deleted one never looks whole, and what an earlier call left goes too."""
+        """Delete all but the newest `checkpoint.keep` checkpoints, and leftovers of earlier calls; return the steps
+        deleted. A checkpoint is renamed first, so that a half-deleted one never looks complete."""
         removed = list(self.checkpoints())[: -self._keep]
         for step in removed:
             self.checkpoint(step).rename(self.path / "checkpoints" / f".deleted-{step}-{uuid.uuid4().hex}")
         for leftover in (self.path / "checkpoints").glob(".deleted-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # somebody may still read it; the next call tries again
+            shutil.rmtree(leftover, ignore_errors=True)  # may be in use; the next call retries
         return removed
 
     @contextmanager
     def log_file(self) -> Iterator[None]:
-        """What areal logs, logs/controller.log has, whatever the program does with its own logging."""
+        """Copy areal's log messages to logs/controller.log, however the program configures logging."""
         log = logging.getLogger("areal")
         handler = logging.FileHandler(self.logs / "controller.log", delay=True)
         handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname)s %(message)s"))
@@ -229,8 +214,8 @@ class RunFolder:
             handler.close()
 
     def write_summary(self, summary: Mapping[str, Any], *, last: bool = True) -> None:
-        """Write summary.json, whole or not at all: SUMMARY_KEYS and whatever else is given; NaN becomes null. Only the
-        `last` one waits for the disk."""
+        """Write summary.json atomically: SUMMARY_KEYS and any other keys given; NaN becomes null. Only the `last`
+        summary is flushed to disk."""
         content = dict.fromkeys(SUMMARY_KEYS) | dict(summary)
         options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
         temporary = self.path / ".summary.json"
@@ -243,8 +228,8 @@ class RunFolder:
             temporary.replace(self.summary_file)
 
     def draw_curve(self) -> Path | None:
-        """Draw reward.png from metrics.jsonl and summary.json: reward by step, its running mean, success before and
-        after. None when there is no reward yet."""
+        """Draw reward.png from metrics.jsonl and summary.json: reward per step, its running mean, success before and
+        after. None if there is no reward yet."""
         rewards = self._rewards()
         if not rewards:
             return None
@@ -255,7 +240,7 @@ class RunFolder:
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        axes.plot(steps, values, ".", color="#9aa5b1", markersize=5, label="reward of a step")
+        axes.plot(steps, values, ".", color="#9aa5b1", markersize=5, label="reward per step")
         axes.plot(steps, _running_mean(values), color="#1f6feb", linewidth=2, label=f"mean of {CURVE_WINDOW} steps")
         for key, color in (("success_before", "#d1702f"), ("success_after", "#2da44e")):
             if (success := self._summary().get(key)) is not None:
@@ -269,8 +254,7 @@ class RunFolder:
         return target
 
     def _rewards(self) -> dict[int, float]:
-        """Step -> reward; a step that was repeated after a crash counts as it was the last time. A line that a crash
-        cut off is passed over."""
+        """Step -> reward, the last one for a step that was repeated after a crash. Truncated lines are skipped."""
         found: dict[int, float] = {}
         with suppress(FileNotFoundError), (self.path / "metrics.jsonl").open("rb") as file:
             for line in file:
@@ -300,8 +284,5 @@ def _make_numbered(parent: Path, name: str) -> Path:
 
 
 def _running_mean(values: list[float]) -> list[float]:
-    return [
-        math.fsum(window) / len(window)
-        for i in range(len(values))
-        if (window := values[max(0, i + 1 - CURVE_WINDOW) : i + 1])
-    ]
+    windows = (values[max(0, end - CURVE_WINDOW) : end] for end in range(1, len(values) + 1))
+    return [math.fsum(window) / len(window) for window in windows]

@@ -1,4 +1,4 @@
-"""The sections of the settings: types, defaults, bounds, and what each one means. `Config` is their tree."""
+"""The sections of the settings: types, defaults, bounds and descriptions. `Config` is their tree."""
 
 from __future__ import annotations
 
@@ -15,189 +15,189 @@ class Section(BaseModel):
 
 class Model(Section):
     path: str = ""
-    """Folder of the model in Hugging Face format (or a hub name, where a hub can be reached)."""
+    """Folder of the model in Hugging Face format, or its name on the Hugging Face hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights on servers and ranks (optimizer state is always float32)."""
+    """Data type of the weights on servers and ranks. Optimizer state is always float32."""
     context_length: int = Field(default=0, ge=0)
-    """Longest sequence in tokens, prompt and answer; 0 takes the model's own limit, or the size of a server's KV cache
-    where that is less and known (`servers.max_total_tokens`). SGLang keeps 6 of them free."""
+    """Maximum sequence length in tokens, prompt plus answer. 0 uses the model's limit, or the size of a server's KV
+    cache (`servers.max_total_tokens`) if that is known and smaller. SGLang reserves 6 of these tokens."""
     template_args: dict[str, Any] = {}
     """Extra arguments of the chat template, such as {enable_thinking = false}."""
 
 
 class Data(Section):
     train: str = ""
-    """Tasks to train on: a .jsonl or .parquet file, a folder saved by `datasets`, or a Hugging Face data set
-    ("name", "name:split" or "name:config:split"). Empty when the program passes tasks itself."""
+    """Training tasks: a .jsonl or .parquet file, a folder saved by `datasets`, or a Hugging Face data set ("name",
+    "name:split" or "name:config:split"). Empty if the program passes tasks itself."""
     evaluation: str = ""
-    """Tasks to evaluate on; empty takes `evaluation_size` rows away from the training tasks."""
+    """Evaluation tasks, in the same forms. Empty holds out `evaluation_size` of the training tasks."""
     evaluation_size: int = Field(default=0, ge=0)
-    """Rows held out of the training tasks for evaluation; 0 holds out none."""
+    """Number of training tasks held out for evaluation."""
     epochs: int = Field(default=0, ge=0)
-    """Times that the training tasks are gone through; 0 is without end."""
+    """Passes over the training tasks; 0 repeats for ever."""
     shuffle: bool = True
-    """Whether each epoch has its own order, drawn from the seed. A stream without a length is taken as it comes."""
+    """Shuffle each epoch, with an order drawn from the seed. A stream without a length is never shuffled."""
 
 
 class GroupSettings(Section):
     size: int = Field(default=8, ge=1)
-    """Episodes per task (n)."""
+    """Episodes per task, whose rewards are compared (GRPO)."""
     min_members: int = Field(default=0, ge=0)
-    """Episodes that must finish for a group to be usable; 0 means all of them. When fewer can still finish, the
-    rest are cancelled and the group is dropped (I8)."""
+    """Episodes that must finish, after retries, for a group to be trained; 0 means all. When fewer can still finish,
+    the rest are cancelled and the group is dropped."""
     uniform: Literal["train", "replace"] = "train"
-    """A group whose rewards are all equal teaches nothing: `train` lets it count as trained, `replace` drops it
-    (reason `uniform`) and admits another."""
+    """What to do with a group whose rewards are all equal and which therefore has no gradient: `train` counts it as
+    trained, `replace` drops it (reason `uniform`) and admits another."""
 
 
 class SamplingSettings(Section):
     temperature: float = Field(default=1.0, gt=0)
-    """Temperature of training episodes; the ranks divide logits by it. There is no top_p, top_k or penalty: the
-    ranks could not reproduce the log-probs (I10)."""
+    """Temperature of training episodes; the ranks divide logits by it. top_p, top_k and penalties are not supported,
+    because the ranks could not reproduce the log-probs."""
     max_new_tokens: int = Field(default=1024, ge=1)
-    """Most tokens that one model call may sample."""
+    """Maximum number of new tokens per model call."""
 
 
 class EpisodeSettings(Section):
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds an episode may take from its start."""
+    """Time limit of one try of an episode, in seconds."""
     tool_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds one tool call may take; the model is told when it ran out."""
+    """Time limit of one tool call, in seconds. The model is told when a tool timed out."""
     retries: int = Field(default=2, ge=0)
-    """Times a failed episode is started again before its failure is final."""
+    """Times a failed episode is retried before its failure is final."""
 
 
 class Failures(Section):
-    """Failed tries of episodes, since the last that finished, after which the run ends with the last traceback (I9)."""
+    """Limits on consecutive failed tries of episodes, by kind; an episode that finishes resets them."""
 
     agent: int = Field(default=32, ge=0)
-    """Tries in a row that the agent or one of its tools failed."""
+    """Stop the run after more than this many consecutive failed tries due to errors of the agent or its tools."""
     reward: int = Field(default=32, ge=0)
-    """Tries in a row without a usable reward (RewardError, or no finite number)."""
+    """The same for tries without a usable reward (RewardError, or not a finite number)."""
     infrastructure: int = Field(default=128, ge=0)
-    """Tries in a row that a server failed, or that ran out of time."""
+    """The same for tries that timed out, or that failed because of a server."""
     data: int = Field(default=32, ge=0)
-    """Tries in a row that failed of their task (DataError)."""
+    """The same for tries that failed because of their task (DataError)."""
 
 
 class Staleness(Section):
     max: int = Field(default=2, ge=0)
-    """Largest staleness, in steps, that may enter a loss (eta). 0 is synchronous RL."""
+    """Maximum staleness of a token in the loss, in steps (eta in the paper). 0 is synchronous RL."""
     late: Literal["mask", "drop", "wait"] = "mask"
-    """What happens to a group with older tokens: `mask` takes those tokens out of the loss, `drop` drops it. `wait`
-    lets none come to be: a batch is the oldest open groups, waited for."""
+    """What to do with a group that has stale tokens: `mask` excludes those tokens from the loss, `drop` drops the
+    group. `wait` avoids stale tokens: each batch waits for the oldest open groups."""
 
 
 class Train(Section):
     steps: int = Field(default=100, ge=0)
-    """Training steps of this run."""
+    """Number of training steps of the run."""
     batch_groups: int = Field(default=16, ge=1)
     """Groups per step (B)."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer updates per pass over a batch."""
     passes: int = Field(default=1, ge=1)
-    """Times each batch is gone through."""
+    """Passes over each batch."""
     microbatch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens of one forward and backward pass of a rank (a longer sequence goes alone)."""
+    """Maximum tokens per forward and backward pass of a rank. A longer sequence is a micro-batch of its own."""
 
 
 class Optimizer(Section):
     lr: float = Field(default=1e-6, gt=0)
-    """Learning rate after the warm-up (Adam)."""
+    """Learning rate of Adam after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate from the end of the warm-up to the last step."""
+    """Shape of the learning rate from the end of the warm-up to the last step."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises from 0 to `lr`."""
+    """Steps over which the learning rate rises linearly from 0 to `lr`."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the last step of `linear` and `cosine`."""
+    """Final learning rate of `linear` and `cosine`."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Adam's decay of the mean."""
+    """Adam beta1."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Adam's decay of the square."""
+    """Adam beta2."""
     eps: float = Field(default=1e-8, gt=0)
-    """Adam's term against division by zero."""
+    """Adam epsilon."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay (AdamW)."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 does not clip."""
+    """Maximum global gradient norm; 0 disables clipping."""
 
 
 class Algorithm(Section):
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """`grpo`: reward minus group mean, over group standard deviation; `dr_grpo`: without the division."""
+    """`grpo`: (reward - group mean) / group standard deviation; `dr_grpo`: without the division."""
     clip: float = Field(default=0.2, gt=0)
-    """PPO's clip of the ratio pi / pi_proximal."""
+    """PPO clip range of the ratio pi / pi_proximal."""
     importance_cap: float = Field(default=5.0, gt=0)
-    """Largest weight pi_proximal / pi_behaviour of a token (decoupled PPO, eq. 5)."""
+    """Upper bound on a token's importance weight pi_proximal / pi_behaviour (decoupled PPO, eq. 5)."""
 
 
 class Weights(Section):
     transport: Literal["disk", "group"] = "disk"
-    """How new weights reach the servers: `disk` (safetensors in `folder`) or `group` (torch.distributed broadcast;
-    NCCL on GPUs, gloo elsewhere)."""
+    """How new weights reach the servers: `disk` (safetensors files in `folder`) or `group` (torch.distributed
+    broadcast over NCCL on GPUs, over gloo elsewhere)."""
     folder: str = ""
-    """Where `disk` writes; empty is the run folder. A tmpfs such as /dev/shm is faster."""
+    """Where `disk` writes; empty means the run folder. A tmpfs such as /dev/shm is faster."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds a publication may take before the servers that lag are closed."""
+    """Time limit of a publication, in seconds. Servers that exceed it are dead and, unless external, restarted."""
     rollout: Literal["all", "rolling"] = "all"
-    """Whether `all` servers take a version at once, or one after the other while the others generate (`rolling`)."""
+    """Update `all` servers at once, or one after the other while the others generate (`rolling`)."""
     interrupt: Literal["abort", "retract"] = "abort"
-    """What new weights do to running requests: `abort` brings their tokens back, and they go on at any server;
-    `retract` leaves them in their server, which computes their prompts again (`transport=disk` only)."""
+    """How an update interrupts requests in flight: `abort` takes their tokens back, and any server continues them;
+    `retract` keeps them on their server, which recomputes their KV cache (`transport=disk` only)."""
     verify: bool = True
-    """Whether each publication is checked by the log-probs of a fixed prompt."""
+    """Check each publication by the log-probs of a fixed prompt."""
 
 
 class Servers(Section):
     count: int = Field(default=1, ge=1)
-    """SGLang servers to start."""
+    """Number of SGLang servers to start."""
     urls: list[str] = []
-    """Servers that run already, such as ["http://127.0.0.1:30000"]; none is started then, and `count`, `port`,
-    `max_total_tokens`, `args` and `restarts` are refused. Their API key is in the variable AREAL_SERVER_KEY."""
+    """External servers, such as ["http://127.0.0.1:30000"]. Then areal starts none and refuses `count`, `port`,
+    `max_total_tokens`, `args` and `restarts`. Their API key comes from the environment variable AREAL_SERVER_KEY."""
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the first server, the next ones follow; 0 takes free ports."""
+    """Port of the first server; the others get the next ones. 0 picks free ports."""
     max_running: int = Field(default=64, ge=1)
-    """Requests that one server runs at the same time."""
+    """Maximum number of concurrent requests per server."""
     max_total_tokens: int = Field(default=0, ge=0)
-    """Size of one server's KV cache in tokens; 0 lets SGLang decide (on a CPU: 32768)."""
+    """KV cache size per server, in tokens. 0 lets SGLang decide (32768 on a CPU)."""
     args: list[str] = []
-    """Further command-line arguments of SGLang; those that a setting of areal stands for are refused."""
+    """Additional command-line arguments for SGLang. Flags that a setting of areal controls are refused."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds until a server must be ready."""
+    """Time limit for a server to become ready, in seconds."""
     request_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds one call may take before it is aborted and tried elsewhere."""
+    """Time limit of one request, in seconds, after which it is aborted and retried on another server."""
     restarts: int = Field(default=3, ge=0)
-    """Times a server that died is started again, up to 15 s later each time, before the run does without it."""
+    """Times a server that died is restarted, with delays of up to 15 s, before the run continues without it."""
 
 
 class Trainer(Section):
     ranks: int = Field(default=1, ge=1)
-    """Trainer processes (data parallel)."""
+    """Number of trainer processes (data parallel)."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds until all ranks must be ready."""
+    """Time limit for all ranks to become ready, in seconds."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds one training step may take."""
+    """Time limit of one training step, in seconds."""
     restarts: int = Field(default=3, ge=0)
-    """Times that the ranks are started again from the last checkpoint before the run ends."""
+    """Times the ranks are restarted from the last checkpoint before the run ends."""
 
 
 class Placement(Section):
     servers: list[list[int]] = []
-    """Device numbers of each server, such as [[0], [1]]; one list per server. Empty places them automatically:
-    ranks first, servers on the devices that remain."""
+    """Device indices of each server, one list per server, such as [[0], [1]]. Empty places them automatically: ranks
+    first, servers on the remaining devices."""
     ranks: list[int] = []
-    """Device number of each trainer rank."""
+    """Device index of each trainer rank."""
 
 
 class Checkpoint(Section):
     every: int = Field(default=50, ge=0)
-    """Steps between checkpoints in Hugging Face format; 0 writes only the last one."""
+    """Steps between checkpoints (Hugging Face format); 0 writes only the final one."""
     keep: int = Field(default=2, ge=1)
-    """Checkpoints kept; older ones are deleted."""
+    """Number of checkpoints to keep; older ones are deleted."""
 
 
 class Metrics(Section):
     sinks: list[Literal["tensorboard", "wandb"]] = []
-    """Where metrics go besides metrics.jsonl (extras `tensorboard`, `wandb`)."""
+    """Where metrics go besides metrics.jsonl. Needs the extra of the same name."""
     project: str = "areal"
-    """Project name for W&B."""
+    """W&B project."""

@@ -1,7 +1,7 @@
-"""Records that cross module borders: frozen, slotted, arrays instead of lists.
+"""Records shared between modules: frozen, slotted, arrays instead of lists.
 
-Position convention, everywhere: entry i of a per-token array belongs to token i, and `logprobs[i]` is
-log p(ids[i] | ids[:i]). Entry 0 therefore never carries a loss.
+Position convention: entry i of a per-token array belongs to token i, and `logprobs[i]` is log p(ids[i] | ids[:i]).
+Entry 0 therefore never has a loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Task = dict[str, Any]
 """One row of the data set; `task["id"]` is a stable string."""
 Message = dict[str, Any]
-"""One chat message in OpenAI's form: role, content, and for an assistant `tool_calls`."""
+"""One chat message in OpenAI's format: role, content, and for an assistant `tool_calls`."""
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -30,7 +30,7 @@ NOT_SAMPLED = -1
 class Sampling:
     """How tokens are sampled. No top_p, top_k or penalties: the ranks could not reproduce the log-probs (I10).
 
-    seed: below 2**63; with it and the position, a server with --enable-deterministic-inference draws each token.
+    seed: below 2**63; servers with --enable-deterministic-inference draw each token from it and the position.
     """
 
     max_new_tokens: int
@@ -42,7 +42,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one `/generate` call of one server brought back; `finish == "abort"` means partial output."""
+    """The answer to one `/generate` request; `finish == "abort"` means partial output."""
 
     output_ids: Ints
     logprobs: Floats
@@ -53,10 +53,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One model call inside an episode, whole: interruptions are already stitched together.
+    """One whole model call of an episode, its requests joined.
 
-    Shapes: input_ids [P]; output_ids, logprobs, versions [T]. `logprobs` are of the sampled tokens at the
-    sampling temperature, each under the weights named by the same entry of `versions` (I6).
+    Shapes: input_ids [P]; output_ids, logprobs, versions [T]. `logprobs` are those of the sampled tokens at the
+    sampling temperature, under the weights that the same entry of `versions` names (I6).
     """
 
     input_ids: Ints
@@ -83,7 +83,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """A finished episode: what the ledger keeps. `seconds` is wall time from start to the agent's return."""
+    """A finished episode as the ledger keeps it. `seconds` is the wall time from start to the agent's return."""
 
     group: int
     member: int
@@ -116,10 +116,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """Sequences laid end to end, no padding. T = lengths.sum(), S = number of sequences.
+    """Sequences concatenated without padding. T = lengths.sum(), S = number of sequences.
 
     ids, loss_weights, logprobs, versions: [T]; lengths, advantages: [S]. loss_weights is 0 or 1 in RL (the loss
-    mask); SFT may weigh tokens in between. advantages is per sequence (all tokens of an episode share one).
+    mask) and may lie in between in SFT. All tokens of an episode share one advantage.
     """
 
     ids: Ints
@@ -132,9 +132,9 @@ class FlatBatch:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One optimizer step. `shards[r]` are the micro-batches of data-parallel rank r, each a tuple of sequence
-    indices into the FlatBatch (possibly none); `loss_tokens` is the sum of loss_weights over all ranks, by
-    which the summed loss is divided (token mean over the global batch)."""
+    """One optimizer update. `shards[r]` are the micro-batches of data-parallel rank r (possibly none), each a tuple of
+    sequence indices into the FlatBatch. The summed loss is divided by `loss_tokens`, the sum of loss_weights over all
+    ranks (a token mean over the mini-batch)."""
 
     shards: tuple[tuple[tuple[int, ...], ...], ...]
     loss_tokens: float
@@ -142,10 +142,10 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
-    """One training step, named so that a rank can refuse or repeat it (I4).
+    """One training step from `from_version` to `from_version + 1`, named so that a rank can refuse or repeat it (I4).
 
-    `kind` "ppo" is decoupled PPO (proximal log-probs once, then `passes` times over the mini-batches);
-    "sft" is weighted cross-entropy. A step always takes the rank from `from_version` to `from_version + 1`.
+    `kind` "ppo" is decoupled PPO (proximal log-probs once, then `passes` over the mini-batches); "sft" is weighted
+    cross-entropy.
     """
 
     life: int
@@ -164,10 +164,10 @@ class TrainRequest:
 
 @dataclass(frozen=True, slots=True)
 class TrainStats:
-    """What a step answers; means are over loss tokens of the global batch, in nats where that applies.
+    """Statistics of a step. Means are over the loss tokens of the global batch, in nats where that applies.
 
-    logprob_gap_*: |proximal - behaviour log-prob| over the loss tokens that `from_version` itself sampled
-    (NaN when there are none): the numerical disagreement of the two engines.
+    logprob_gap_*: |proximal - behaviour log-prob| over the loss tokens sampled by `from_version` itself (NaN if there
+    are none), which is the numerical difference between the two engines.
     """
 
     version: int

@@ -1,11 +1,11 @@
-"""What a person sees in the terminal while a run goes on: a live panel, or one plain line a step.
+"""Terminal output of a run: a live panel, or one plain line per step.
 
     with open_view(config.view, title="search-0001") as view:
         view.step(report)
 
-Messages of the logger "areal" appear in the view as long as it is open. The event loop never waits for the terminal of
-a live panel: a thread draws it, from records that are replaced and never changed. The cursor is not hidden and the
-screen is not switched, so that there is nothing to restore, however the process ends.
+An open view shows the messages of the logger "areal". A thread draws the live panel, so that a blocked terminal does
+not block the event loop; it shares only values that are replaced, never modified. The cursor stays visible and the
+screen is not switched, so that a killed process leaves nothing to restore.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from areal.metrics import StepReport
 MESSAGES = 6
 """Messages that the live panel shows."""
 SECONDS_WINDOW = 10
-"""Steps whose mean duration predicts the time left."""
+"""Steps over which the step duration is averaged to estimate the time left."""
 
 
 class View:
-    """Shows nothing (`view=off`), and is what the other two have in common."""
+    """Shows nothing (`view=off`); base class of the other views."""
 
     def __enter__(self) -> Self:
         return self
@@ -46,26 +46,26 @@ class View:
         pass
 
     def step(self, report: StepReport) -> None:
-        """Show one training step; returns at once."""
+        """Show one training step."""
 
 
 def open_view(
     mode: Literal["auto", "live", "plain", "off"], title: str = "areal", console: Console | None = None
 ) -> View:
-    """The view for `view=mode`, to be used as a context manager. ConfigError for `live` where there is no terminal."""
+    """The view for `view=mode`, a context manager. Raises ConfigError for `live` without a terminal."""
     if mode == "off":
         return View()
     console = console or Console()
     is_terminal = console.is_terminal and not console.is_dumb_terminal
     if mode == "live" and not is_terminal:
-        raise ConfigError("view=live needs a terminal, and standard output is none; use view=plain or view=auto")
+        raise ConfigError("view=live needs a terminal, and standard output is not one; use view=plain or view=auto")
     if is_terminal and mode != "plain":
         return LiveView(title, console)
     return PlainView(console.file)
 
 
 class PlainView(View):
-    """One line a step, one a message. An output that was closed (`| head`) ends the lines, not the run."""
+    """One line per step and per message. A closed output (`| head`) does not end the run."""
 
     def __init__(self, file: IO[str] | None = None):
         self._file = file or sys.stdout
@@ -91,7 +91,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """A panel that is drawn again four times a second below whatever else is printed."""
+    """A panel below the other output, redrawn four times a second."""
 
     def __init__(self, title: str, console: Console, clock: Callable[[], float] = time.monotonic):
         self._title = title
@@ -124,7 +124,7 @@ class LiveView(View):
         self._report = report
 
     def render(self) -> RenderableType:
-        """The panel as it stands now."""
+        """The current panel."""
         report = self._report
         if report is None:
             title = self._title
@@ -153,14 +153,14 @@ class LiveView(View):
     def _table(self, report: StepReport) -> RenderableType:
         now = self._clock() - self._since
         rows = {
-            "reward": f"{_fixed(report.reward_mean)}  {sparkline(self._rewards, 32)}",
-            "evaluated": f"success {_fixed(report.success)}",
+            "reward": f"{_shown(report.reward_mean, '.2f')}  {sparkline(self._rewards, 32)}",
+            "evaluated": f"success {_shown(report.success, '.2f')}",
             "staleness": _bars(report.staleness),
             "tokens/s": f"generated {_si(report.generated_tokens_per_s)}, trained {_si(report.trained_tokens_per_s)}",
-            "weights": f"servers stood still {_percent(report.still_share)} of the time",
-            "log-prob gap": _gap(report.logprob_gap),
+            "weights": f"servers paused {_shown(report.still_share, '.1%')} of the time",
+            "log-prob gap": _shown(report.logprob_gap, ".0e"),
             "running": f"{report.episodes_running} episodes, {report.groups_open} groups open",
-            "last step": f"{_seconds(report.seconds)}, {report.groups} groups; this one {_duration(now)}",
+            "last step": f"{_shown(report.seconds, '.1f', ' s')}, {report.groups} groups; this one {_duration(now)}",
         }
         if math.isnan(report.success):
             del rows["evaluated"]
@@ -180,8 +180,7 @@ class LiveView(View):
 
 
 class _Handler(logging.Handler):
-    """Hands the messages of "areal" from INFO on to a view; attached and taken away again with it. Of several open
-    views the last one shows them."""
+    """Passes messages of the logger "areal", from level INFO, to the view opened last."""
 
     def __init__(self, show: Callable[[logging.LogRecord, str], None]):
         super().__init__(logging.INFO)
@@ -213,28 +212,27 @@ class _Handler(logging.Handler):
 
 
 def plain_line(report: StepReport) -> str:
-    """`step 12/60  v12  reward 0.43  groups 16  staleness 0:61% 1:39%  gen 3.1k tok/s  ...`; "-" for what is not
-    known."""
+    """`step 12/60  v12  reward 0.43  groups 16  staleness 0:61% 1:39%  gen 3.1k tok/s  ...`; "-" means unknown."""
     total = sum(report.staleness.values())
     parts = [
         f"step {report.step}/{report.steps}",
         f"v{report.version}",
-        f"reward {_fixed(report.reward_mean)}",
-        *([] if math.isnan(report.success) else [f"evaluated {_fixed(report.success)}"]),
+        f"reward {_shown(report.reward_mean, '.2f')}",
+        *([] if math.isnan(report.success) else [f"evaluated {report.success:.2f}"]),
         f"groups {report.groups}",
         "staleness " + (" ".join(f"{s}:{n / total:.0%}" for s, n in sorted(report.staleness.items())) or "-"),
-        *([f"masked {_percent(report.masked_share)}"] if report.masked_share > 0 else []),
+        *([f"masked {report.masked_share:.1%}"] if report.masked_share > 0 else []),
         f"gen {_si(report.generated_tokens_per_s)} tok/s",
         f"train {_si(report.trained_tokens_per_s)} tok/s",
-        f"still {_percent(report.still_share)}",
-        f"gap {_gap(report.logprob_gap)}",
-        _seconds(report.seconds),
+        f"paused {_shown(report.still_share, '.1%')}",
+        f"gap {_shown(report.logprob_gap, '.0e')}",
+        _shown(report.seconds, ".1f", " s"),
     ]
     return "  ".join(parts)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The whole course of `values` in at most `width` characters; each is the mean of its share of them."""
+    """All `values` in at most `width` characters, each showing the mean of an equal share of them."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -253,7 +251,7 @@ def _bars(histogram: Mapping[int, int]) -> str:
 
 
 def _si(value: float) -> str:
-    """Two digits at least and a unit: 940, 3.1k, 18k, 1.2M."""
+    """At least two digits and a unit: 940, 3.1k, 18k, 1.2M."""
     if math.isnan(value):
         return "-"
     for unit in ("", "k", "M"):
@@ -271,17 +269,5 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _fixed(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.2f}"
-
-
-def _percent(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1%}"
-
-
-def _gap(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.0e}"
-
-
-def _seconds(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1f} s"
+def _shown(value: float, form: str, unit: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:{form}}{unit}"

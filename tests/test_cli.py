@@ -56,7 +56,7 @@ async def main(config):
         await asyncio.Event().wait()
     except asyncio.CancelledError as error:
         await asyncio.sleep(0.05)
-        error.add_note("go on with: model.path=checkpoints/step-40")
+        error.add_note("resume with: model.path=checkpoints/step-40")
         raise
 launch(main, {"seed": 3})
 """
@@ -64,18 +64,18 @@ launch(main, {"seed": 3})
 
 @pytest.mark.parametrize(("loop", "module"), [([], "uvloop"), (["plain"], "asyncio.unix_events")])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_stops_cleanly_and_shows_how_to_go_on(tmp_path, loop, module, number):
+def test_the_first_signal_stops_cleanly_and_shows_how_to_resume(tmp_path, loop, module, number):
     program = Program(tmp_path, STOPPABLE, *loop)
     program.wait_for(f"running on {module} 3\n")
     program.process.send_signal(number)
     assert program.end() == 128 + number
     _, stopping, hint = program.output.splitlines()
-    assert stopping == "stopping, within 10 s; once more ends at once"
-    assert hint == "go on with: model.path=checkpoints/step-40"
+    assert stopping == "stopping within 10 s; a second signal exits immediately"
+    assert hint == "resume with: model.path=checkpoints/step-40"
 
 
 @pytest.mark.parametrize("teardown", ["await asyncio.sleep(60)", "import time; time.sleep(60)"])
-def test_the_second_signal_ends_at_once_and_leaves_no_child(tmp_path, teardown):
+def test_the_second_signal_exits_at_once_and_leaves_no_child(tmp_path, teardown):
     """Also where the teardown blocks the event loop."""
     program = Program(
         tmp_path,
@@ -105,7 +105,7 @@ def test_the_second_signal_ends_at_once_and_leaves_no_child(tmp_path, teardown):
     program.process.send_signal(signal.SIGINT)
     assert program.end() == 130
     assert time.monotonic() - start < 2
-    assert "ended at once" in program.output
+    assert "exited immediately" in program.output
     while child.exists():
         assert time.monotonic() - start < 5
         time.sleep(0.01)
@@ -208,10 +208,10 @@ def test_an_error_of_areal_is_its_message_its_notes_and_its_cause():
     error = raised(
         TrainerError("rank 0 failed"), raised(ServerLost("no server"), ConnectionRefusedError(111, "refused"))
     )
-    error.add_note("go on with: x")
+    error.add_note("resume with: x")
     assert describe(ExceptionGroup("g", [error])).splitlines() == [
         "TrainerError: rank 0 failed",
-        "go on with: x",
+        "resume with: x",
         "because of ServerLost: no server",
         "because of ConnectionRefusedError: [Errno 111] refused",
     ]

@@ -79,7 +79,7 @@ def test_the_tree_built_in_code_raises_the_same_error():
 
 CONFLICTS = [
     (["group.min_members=9"], "group.min_members=9 (argument) is more than group.size=8"),
-    (["group.size=1", 'group.uniform="replace"'], "would replace them for ever"),
+    (["group.size=1", 'group.uniform="replace"'], "would replace them all for ever"),
     (["train.batch_groups=1", "group.size=2", "train.minibatches=3"], "train.minibatches=3 (argument) is more than"),
     (["optimizer.warmup_steps=9", "train.steps=8"], "the warm-up would never end"),
     (["optimizer.min_lr=1e-7"], 'optimizer.min_lr=1e-07 (argument) has no effect with optimizer.schedule="constant"'),
@@ -95,23 +95,29 @@ CONFLICTS = [
     (['servers.urls=["http://a:1"]', "servers.args=['--tp']"], 'servers.args=["--tp"] (argument) has no effect'),
     (
         ["servers.max_total_tokens=600", "servers.args=['--max-total-tokens=900']"],
-        "servers.args: --max-total-tokens is what servers.max_total_tokens is for; set that",
+        "servers.args: set servers.max_total_tokens instead of --max-total-tokens",
     ),
-    (["servers.args=['--context-length', '512']"], "--context-length is what model.context_length is for"),
-    (["servers.args=['--model', '/x']"], "--model is what model.path is for"),
-    (["servers.args=['--max-total-token', '512']"], "--max-total-token is what servers.max_total_tokens is for"),
+    (["servers.args=['--context-length', '512']"], "set model.context_length instead of --context-length"),
+    (["servers.args=['--model', '/x']"], "set model.path instead of --model"),
+    (["servers.args=['--max-total-token', '512']"], "set servers.max_total_tokens instead of --max-total-token"),
     (['servers.urls=["http://a:1"]', "placement.servers=[[0]]"], "placement.servers=[[0]] (argument) has no effect"),
-    (["servers.port=65535", "servers.count=2"], "passes the last port"),
+    (["servers.port=65535", "servers.count=2"], "exceeds the last port"),
     (["placement.servers=[[0]]", "servers.count=2"], "places 1 servers, servers.count=2"),
-    (["placement.servers=[[]]"], "each server needs one or more different device numbers"),
-    (["placement.servers=[[1, 1]]"], "each server needs one or more different device numbers"),
+    (["placement.servers=[[]]"], "each server needs one or more distinct device indices"),
+    (["placement.servers=[[1, 1]]"], "each server needs one or more distinct device indices"),
     (["placement.ranks=[0, 1]"], "places 2 ranks, trainer.ranks=1"),
-    (["placement.ranks=[0, 0]", "trainer.ranks=2"], "each rank needs a device number of its own"),
+    (["placement.ranks=[0, 0]", "trainer.ranks=2"], "each rank needs its own device index"),
     (["placement.ranks=[0]", "placement.servers=[[0]]", "weights.transport=group"], "share device 0"),
-    (["watchdog_s=600"], "watchdog_s=600.0 (argument) is not above episode.timeout_s=600.0"),
-    (["trainer.start_timeout_s=1800"], "watchdog_s=900.0 is not above trainer.start_timeout_s=1800.0 (argument)"),
-    (["servers.request_timeout_s=900"], "watchdog_s=900.0 is not above servers.request_timeout_s=900.0 (argument)"),
-    (["trainer.timeout_s=1000"], "watchdog_s=900.0 is not above trainer.timeout_s=1000.0 (argument)"),
+    (["watchdog_s=600"], "watchdog_s=600.0 (argument) must be greater than episode.timeout_s=600.0"),
+    (
+        ["trainer.start_timeout_s=1800"],
+        "watchdog_s=900.0 must be greater than trainer.start_timeout_s=1800.0 (argument)",
+    ),
+    (
+        ["servers.request_timeout_s=900"],
+        "watchdog_s=900.0 must be greater than servers.request_timeout_s=900.0 (argument)",
+    ),
+    (["trainer.timeout_s=1000"], "watchdog_s=900.0 must be greater than trainer.timeout_s=1000.0 (argument)"),
 ]
 
 
@@ -182,7 +188,7 @@ def test_a_resume_may_mend_what_conflicts_by_the_rules_of_today(tmp_path):
     (tmp_path / "ledger" / "ledger.db").touch()
     saved = Config.load(["trainer.timeout_s=500", "watchdog_s=650"]).to_toml()
     (tmp_path / "config.toml").write_text(saved.replace("timeout_s = 500.0", "timeout_s = 700.0"))
-    with pytest.raises(ConfigError, match=r"watchdog_s=650\.0 .* is not above trainer\.timeout_s=700\.0"):
+    with pytest.raises(ConfigError, match=r"watchdog_s=650\.0 .* must be greater than trainer\.timeout_s=700\.0"):
         Config.resume(tmp_path)
     assert Config.resume(tmp_path, ["watchdog_s=800"]).trainer.timeout_s == 700
     with pytest.raises(ConfigError, match=r"optimizer\.lr=0\.5: the run in .* has 1e-06"):

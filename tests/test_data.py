@@ -126,9 +126,9 @@ def test_seek_goes_on_where_the_position_was_taken(stop, shuffle, held_out):
 
 
 def test_a_stream_cannot_go_back_and_seek_names_its_end():
-    with pytest.raises(DataError, match="position 3 is outside of the stream: it ended after 2 tasks"):
+    with pytest.raises(DataError, match="position 3 is past the end of the stream, which has 2 tasks"):
         make(iter(numbered(2))).seek(3)
-    with pytest.raises(DataError, match="cannot be had again"):
+    with pytest.raises(DataError, match="cannot be read again"):
         make(iter(numbered(2))).at(0)
 
 
@@ -181,7 +181,7 @@ async def test_settings_that_were_printed_go_with_a_stream(tmp_path):
 
 def test_tasks_from_nowhere_or_from_two_places_are_refused():
     assert "set data.train=FILE" in data_error(None)
-    assert "leave one of them out" in data_error(numbered(1), train="a.jsonl")
+    assert "remove one of the two" in data_error(numbered(1), train="a.jsonl")
 
 
 async def test_an_agent_that_edits_its_task_edits_a_copy():
@@ -218,12 +218,12 @@ def test_jsonl_with_byte_order_mark_blank_lines_and_no_last_newline(tmp_path):
         (b'{"id": 1}\n[1, 2]\n', "tasks.jsonl line 2 is a list, not an object"),
         (b'{"id": 1}\n\n{"id": "1"}\n', "tasks.jsonl line 1 and FOLDER/tasks.jsonl line 3 have the same id '1'"),
         (b'{"q": 1}\n{"q": 2}\n{"q": 1}\n', "tasks.jsonl line 1 and FOLDER/tasks.jsonl line 3 are the same task"),
-        (b'{"id": null}\n', "tasks.jsonl line 1: id=None must be a text or an integer"),
+        (b'{"id": null}\n', "tasks.jsonl line 1: id=None must be a non-empty string or an integer"),
         (b'{"id": 1.5}\n', "id=1.5 must be"),
         (b'{"id": true}\n', "id=True must be"),
         (b'{"id": ""}\n', "id='' must be"),
-        (b"\n\n", "tasks.jsonl: there is not a single task"),
-        (b"", "tasks.jsonl: there is not a single task"),
+        (b"\n\n", "tasks.jsonl: no tasks"),
+        (b"", "tasks.jsonl: no tasks"),
     ],
 )
 def test_a_bad_line_names_the_file_and_the_line(tmp_path, text, message):
@@ -244,7 +244,7 @@ def test_missing_and_unknown_files(tmp_path):
     )
     assert "cannot read" in data_error(None, train=f"{tmp_path}/no.parquet")
     (tmp_path / "tasks.csv").write_text("id\n1\n")
-    assert "write .jsonl (one JSON object a line) or .parquet" in data_error(None, train=f"{tmp_path}/tasks.csv")
+    assert "use .jsonl (one JSON object per line) or .parquet" in data_error(None, train=f"{tmp_path}/tasks.csv")
     (tmp_path / "broken.parquet").write_text("no parquet at all")
     assert "broken.parquet is not Parquet" in data_error(None, train=f"{tmp_path}/broken.parquet")
 
@@ -283,8 +283,8 @@ def test_data_sets_saved_on_disk(tmp_path):
     assert [row["id"] for row in read(f"{tmp_path}/one")] == ["0", "1", "2", "3"]
     assert read(f"{tmp_path}/two:test")[0] == {"id": "3", "question": "q3"}
     assert (len(read(f"{tmp_path}/two")), len(read(f"{tmp_path}/three"))) == (4, 4)
-    assert "no split 'dev'; there is train, test" in data_error(None, train=f"{tmp_path}/two:dev")
-    assert "has no splits; leave out 'test'" in data_error(None, train=f"{tmp_path}/one:test")
+    assert "no split 'dev'; it has train, test" in data_error(None, train=f"{tmp_path}/two:dev")
+    assert "has no splits; remove 'test'" in data_error(None, train=f"{tmp_path}/one:test")
     assert len(make(train, evaluation_size=1).held_out) == 1
 
 

@@ -123,7 +123,7 @@ def test_a_template_that_changes_earlier_messages(tmp_path: Path) -> None:
 def test_a_template_that_counts_messages(tmp_path: Path) -> None:
     findings = bad(template_findings(tmp_path, NUMBERS))
     assert findings
-    assert all("look otherwise after recorded tokens" in f.message for f in findings)
+    assert all("differ after recorded tokens" in f.message for f in findings)
 
 
 @pytest.mark.parametrize("template", [CANNOT_GO_ON, REFUSES, ""])
@@ -192,7 +192,7 @@ def test_prompts_that_are_all_too_long_are_a_problem(settings: Callable[..., Con
     [
         (
             [*rows(9), {"id": "x", "prompt": "?"}],
-            "1 of 10 rows have other keys than most, such as 'x': prompt, question",
+            "1 of 10 rows have unusual keys; for example 'x' differs in prompt, question",
         ),
         ([*rows(9), {"id": "x", "question": " "}], "1 rows have an empty prompt, such as 'x'"),
         ([*rows(9), {"id": "x", "question": "? " * 5000}], "1 prompts leave no room"),
@@ -440,7 +440,7 @@ async def test_a_program_with_the_name_of_another_module(program: Path) -> None:
         ("its_program.py:one", r"cannot be called as one\(episode, task\): too many positional arguments"),
         ("raises.py:agent", "importing raises.py raised ModuleNotFoundError: No module named 'not_there'"),
         ("raises:agent", "importing raises raised ModuleNotFoundError: No module named 'not_there'"),
-        ("ends.py:agent", r"ended the program \(SystemExit: 3\); put what starts it under `if __name__"),
+        ("ends.py:agent", r"exited the program \(SystemExit: 3\); put the code that starts it under `if __name__"),
     ],
 )
 def test_an_agent_that_cannot_be_had(

@@ -172,10 +172,10 @@ staleness  trained tokens  share
 0                      11    85%
 1                       2    15%
 
-open group  task      state       waits for  rewards  loss tokens by version
-         5  'task 5'  in a batch             1, 0     v0: 1, v1: 1, v2: 3
-         6  'task 6'  in a batch             1, 0     v2: 2
-         7  'task 7'  unfinished  0          0.5      v2: 1"""
+open group  task      state       waiting for  rewards  loss tokens by version
+         5  'task 5'  in a batch               1, 0     v0: 1, v1: 1, v2: 3
+         6  'task 6'  in a batch               1, 0     v2: 2
+         7  'task 7'  unfinished  0            0.5      v2: 1"""
     )
 
 
@@ -185,7 +185,7 @@ def test_a_group_that_was_trained(folder: RunFolder) -> None:
         "task      'task 4', position 4 of the data",
         "admitted  at version 0, servers at 0",
         "complete  at version 1, servers at 1",
-        "fate      trained in batch 1, the step from version 1 to 2",
+        "outcome   trained in batch 1, the step from version 1 to 2",
         "",
         "member  state     reward  advantage  failed  turns  loss tokens by version",
         "     0  finished       1      +0.71              2  v0: 1, v1: 1",
@@ -196,7 +196,7 @@ def test_a_group_that_was_trained(folder: RunFolder) -> None:
 def test_a_group_that_a_checkpoint_covers_keeps_its_facts(folder: RunFolder) -> None:
     """And control characters in what an agent raised do not reach the terminal."""
     assert plain(folder, group="2")[4:] == [
-        "fate      trained in batch 0, the step from version 0 to 1",
+        "outcome   trained in batch 0, the step from version 0 to 1",
         "",
         "member  state     reward  advantage  failed  turns  loss tokens by version",
         "     0  finished  0.3333      -0.71       1      -  v0: 3",
@@ -213,32 +213,32 @@ def test_a_group_that_a_checkpoint_covers_keeps_its_facts(folder: RunFolder) -> 
 
 def test_groups_that_were_dropped_or_are_open(folder: RunFolder) -> None:
     dropped = plain(folder, group="1")
-    assert dropped[3].startswith("fate      dropped at version 0, servers at 0; reason uniform: its rewards were all")
+    assert dropped[3].startswith("outcome   dropped at version 0, servers at 0; reason uniform: its rewards were all")
     assert dropped[-1] == "trajectories: deleted when the group was dropped"
     hopeless = "\n".join(plain(folder, group="8"))
-    assert "reason server: too few members could still finish; the last failure was of the kind server" in hopeless
+    assert "reason server: too few members could still finish; the kind of the last failure was server" in hopeless
     assert "     0  given up           -          -       2      -" in hopeless
     assert "     1  not finished       -          -              -" in hopeless
     assert hopeless.endswith(
         "member 0, try 1 failed (timeout):\n    no reward\nmember 0, try 2 failed (server):\n    gone"
     )
-    assert "fate      open, in batch 2, the step from version 2" in plain(folder, group="5")
+    assert "outcome   open, in batch 2, the step from version 2" in plain(folder, group="5")
     assert "     0  finished       1      +0.71              2  v0: 1 masked, v1: 1, v2: 2" in plain(folder, group="5")
-    assert plain(folder, group="7")[3] == "fate      open, waits for member 0"
+    assert plain(folder, group="7")[3] == "outcome   open, waiting for member 0"
     assert plain(folder, group="7")[-1] == "     1  finished         0.5          -              2  v2: 1"
 
 
 def test_an_episode_token_by_token_without_a_tokenizer(folder: RunFolder) -> None:
     """I2: the token of version 0 is too old for the step from version 2."""
     assert plain(folder, episode="5.0")[4:] == [
-        "fate      open, in batch 2, the step from version 2",
+        "outcome   open, in batch 2, the step from version 2",
         "member    finished; loss tokens v0: 1 masked, v1: 1, v2: 2",
         "reward    1, advantage +0.71",
         "took      2 turns, 0 forks, 1.2 s",
         "metric    searches 3",
         "",
         "the text of the tokens is not shown: model.path is empty",
-        "trajectory 1 of 1: 7 tokens, 4 with a loss; in batch 2 it is 3, those of version 1 or newer",
+        "trajectory 1 of 1: 7 tokens, 4 with a loss; batch 2 used 3, those of version 1 or newer",
         "",
         "token  id  version  log-prob  loss  trained  advantage",
         "    0   7                        0        0",
@@ -363,7 +363,7 @@ async def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     run = Run(tmp_path, "m")
     await run.ledger.close()
     assert plain(run.folder)[1:3] == ["version     0 of 10; servers at 0", "checkpoint  none"]
-    with pytest.raises(ConfigError, match="there is no group 0: the run has no group yet"):
+    with pytest.raises(ConfigError, match="there is no group 0: the run has no groups yet"):
         inspect(run.folder, group="0")
 
 

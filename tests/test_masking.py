@@ -73,12 +73,12 @@ async def test_children_get_no_secrets_and_their_files_are_private(
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        (f"data.train={SECRET}", r"data\.train \(argument\) holds the secret of \$HF_TOKEN"),
+        (f"data.train={SECRET}", r"data\.train \(argument\) contains the secret in \$HF_TOKEN"),
         (f"model.template_args={{a = '{SECRET}'}}", r"model\.template_args .*\$HF_TOKEN"),
         (f"servers.args=['--x', '{SECRET}']", r"servers\.args .*\$HF_TOKEN"),
-        ("servers.args=['--api-key', 'abc']", "--api-key would be shown"),
-        ("servers.args=['--admin-api-key=abc']", "--admin-api-key would be shown"),
-        ("servers.urls=['http://me:pass@host']", r"servers\.urls names a user.*AREAL_SERVER_KEY"),
+        ("servers.args=['--api-key', 'abc']", "would show --api-key"),
+        ("servers.args=['--admin-api-key=abc']", "would show --admin-api-key"),
+        ("servers.urls=['http://me:pass@host']", r"servers\.urls contains a user name.*AREAL_SERVER_KEY"),
     ],
 )
 def test_a_secret_in_a_setting_is_refused_and_not_shown(

@@ -62,7 +62,7 @@ def test_a_latest_of_the_users_own_is_left_alone(tmp_path):
 
 def test_a_place_that_cannot_hold_a_run_is_a_config_error(tmp_path):
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ConfigError, match="cannot make a run folder in folder="):
+    with pytest.raises(ConfigError, match="cannot create a run folder in folder="):
         make(tmp_path)
 
 
@@ -158,7 +158,7 @@ def test_folders_of_weights_that_killed_processes_left_are_deleted(tmp_path: Pat
     try:
         holders[0].kill()
         holders[0].wait()
-        with pytest.raises(ConfigError, match="belongs to a process that lives"):
+        with pytest.raises(ConfigError, match="is used by a running process"):
             take_folder(tmp_path / "run-0002.0-2")
         names = ["run-0001.1-3", "run-0002.0-2", "somebody"]
         os.close(take_folder(tmp_path / "run-0001.1-3"))
@@ -173,7 +173,7 @@ def test_folders_of_weights_that_killed_processes_left_are_deleted(tmp_path: Pat
 
 def test_a_folder_of_weights_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot make the folder .*: File exists; set weights.folder to another"):
+    with pytest.raises(ConfigError, match=r"cannot create .*: File exists; set weights.folder to another"):
         take_folder(tmp_path / "file" / "run")
 
 

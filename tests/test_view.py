@@ -39,11 +39,11 @@ def terminal(width: int, file: object = None) -> Console:
 
 def test_the_plain_line():
     assert plain_line(REPORT) == (
-        "step 12/60  v12  reward 0.43  groups 16  staleness 0:61% 1:39%  gen 3.1k tok/s  train 18k tok/s  still 1.2%  "
+        "step 12/60  v12  reward 0.43  groups 16  staleness 0:61% 1:39%  gen 3.1k tok/s  train 18k tok/s  paused 1.2%  "
         "gap 3e-05  2.1 s"
     )
     assert plain_line(StepReport(step=1, steps=2, version=1, success=0.5, generated_tokens_per_s=12)) == (
-        "step 1/2  v1  reward -  evaluated 0.50  groups 0  staleness -  gen 12 tok/s  train - tok/s  still -  gap -  -"
+        "step 1/2  v1  reward -  evaluated 0.50  groups 0  staleness -  gen 12 tok/s  train - tok/s  paused -  gap -  -"
     )
 
 
@@ -115,7 +115,7 @@ def test_the_live_panel():
         "│ reward        0.43  ▁▁▁▁▂▂▂▂▂▃▃▃█                                    │",
         "│ staleness     0 ███████ 61%  1 █████ 39%                             │",
         "│ tokens/s      generated 3.1k, trained 18k                            │",
-        "│ weights       servers stood still 1.2% of the time                   │",
+        "│ weights       servers paused 1.2% of the time                        │",
         "│ log-prob gap  3e-05                                                  │",
         "│ running       96 episodes, 14 groups open                            │",
         "│ last step     2.1 s, 16 groups; this one 0:01                        │",
@@ -129,7 +129,7 @@ def test_a_narrow_terminal_cuts_lines_and_wraps_none(width):
     assert len(lines) == 10
     assert {len(line) for line in lines} == {width}
     if width == 44:
-        assert lines[5] == "│ weights       servers stood still 1.2% … │"
+        assert lines[5] == "│ weights       servers paused 1.2% of th… │"
 
 
 def test_before_the_first_step_the_panel_says_what_starts():
@@ -152,7 +152,7 @@ def test_other_prints_go_above_the_panel(capsys):
     assert text.index("from the agent") < text.rindex("╭─ run-0001")
 
 
-def test_the_event_loop_does_not_wait_for_a_terminal_that_stands_still():
+def test_the_event_loop_does_not_wait_for_a_terminal_that_is_blocked():
     """I7: a terminal stopped by Ctrl-S must not stop the run."""
     blocked, released, stand_still = threading.Event(), threading.Event(), threading.Event()
 

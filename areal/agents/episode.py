@@ -1,12 +1,12 @@
-"""The handle that an agent gets: model calls, tools, metrics, randomness.
+"""The handle that an agent gets: model calls, tools, metrics, random numbers.
 
     async def agent(episode: Episode, task: Task) -> float:
         messages = [{"role": "user", "content": task["question"]}]
         reply = await episode.chat(messages, tools=[search])
         messages += [reply, *await episode.run_tools(reply)]
 
-An episode holds no timer and polls nothing: one that waits costs its memory. Calls of one episode may run at the same
-time (asyncio.gather). Its deadline belongs to whoever runs it.
+An episode has no timer and does not poll: while it waits, it costs only memory. Calls of one episode may run
+concurrently (asyncio.gather). The caller of the agent enforces the deadline.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from areal.types import Completion, EpisodeRecord, Ints, Message, Sampling
 
 
 class Generate(Protocol):
-    """The fleet's model call. `key` names the episode: calls with one key stay where their prefix is cached."""
+    """The fleet's model call. `key` names the episode, whose calls stay on the server that caches their prefix."""
 
     async def __call__(self, input_ids: Ints, sampling: Sampling, *, key: str) -> Completion: ...
 
@@ -40,8 +40,8 @@ class Generate(Protocol):
 class Episode:
     """One run of an agent on one task.
 
-    template: None when the agent works on token ids only. context_length: most tokens of prompt and answer.
-    agent: the agent's name, for error messages. journal: where calls are recorded, and recalled from after a crash.
+    template: None if the agent only uses token ids. context_length: maximum tokens of prompt and answer. agent: its
+    name, for error messages. journal: records calls, so that they can be recalled after a crash.
     """
 
     def __init__(
@@ -84,37 +84,37 @@ class Episode:
         self._left_behind: set[asyncio.Task[str]] = set()
         self._calls = 0
         self.tokens = 0
-        """Sampled so far."""
+        """Number of tokens sampled so far."""
         self._finished = False
         self._abandoned = False
 
     @property
     def forks(self) -> int:
-        """Times that the agent told an earlier turn otherwise than it was sampled."""
+        """Number of times that the agent changed an earlier turn."""
         return self._transcript.forks
 
     @property
     def rng(self) -> random.Random:
-        """Random numbers that depend on the run's seed, the group and the member, and on nothing else."""
+        """Random numbers that depend only on the run's seed, the group and the member."""
         if self._rng is None:
             self._rng = random.Random(self._seed)
         return self._rng
 
     @property
     def awaits(self) -> tuple[str, float]:
-        """(what, since): what the agent has waited for the longest, and since when on the loop's clock."""
+        """(what, since): what the agent has been awaiting for the longest time, and since when (loop time)."""
         return self._waits[0] if self._waits else ("its own code", self._since)
 
     @property
     def state(self) -> str:
-        """`awaits` for a person to read."""
+        """`awaits` as text."""
         what, since = self.awaits
         seconds = asyncio.get_running_loop().time() - since
         turn = f"task {self.task_id}, turn {self.turns + 1}"
         return f"episode {self.group}.{self.member} ({turn}) awaits {what}, for {seconds:.1f} s"
 
     def record(self, name: str, value: float) -> None:
-        """Keep a number as a metric of this episode; a later value of the same name replaces it."""
+        """Record a metric of this episode, replacing an earlier value of the same name."""
         self.metrics[name] = float(value)
 
     async def chat(
@@ -123,17 +123,17 @@ class Episode:
         tools: Sequence[Tool | Callable[..., Any]] | None = None,
         max_new_tokens: int | None = None,
     ) -> Message:
-        """The model's answer to a conversation: {"role", "content"}, with "reasoning_content" when it thought and
-        "tool_calls" when it called `tools`. A call that cannot be used has an "error".
+        """The model's answer to a conversation: {"role", "content"}, with "reasoning_content" if it thought and
+        "tool_calls" if it called `tools`. A malformed call has an "error".
 
-        Append the answer to `messages` and go on: what was sampled stays as it is, token for token (I5).
-        max_new_tokens: most tokens of this answer, instead of the sampling's own; either shrinks to what the context
-        has left. Raises ContextOverflow when that is nothing, ForkRefused when the template cannot render.
+        Append the answer to `messages` and continue: sampled tokens are kept exactly (I5). max_new_tokens: overrides
+        sampling.max_new_tokens; both are limited by the room left in the context. Raises ContextOverflow if there is
+        none, ForkRefused if the template cannot render the messages.
         """
         if self._template is None:
             raise EpisodeError("episode.chat needs a chat template; this episode has only generate(input_ids)")
         if not messages:
-            raise EpisodeError("episode.chat got no messages; it needs one at least")
+            raise EpisodeError("episode.chat got no messages; it needs at least one")
         known = self._known(tools or ())
         prompt = await self._transcript.prompt(list(messages), [each.schema for each in known.values()] or None)
         completion = await self._complete(prompt.ids, max_new_tokens)
@@ -143,10 +143,10 @@ class Episode:
         return reply
 
     async def generate(self, input_ids: Sequence[int] | Ints, max_new_tokens: int | None = None) -> Completion:
-        """Sample after `input_ids` [P]. Ids that begin with an earlier prompt and its answer continue that sequence;
-        others begin a new one. Raises ContextOverflow."""
+        """Sample after `input_ids` [P]. Ids that start with an earlier prompt and its answer continue that sequence;
+        others start a new one. Raises ContextOverflow."""
         given = np.asarray(input_ids)
-        ids = given.astype(np.int32)  # a copy: the caller may go on writing into its array
+        ids = given.astype(np.int32)  # a copy, because the caller may change its array later
         if ids.ndim != 1 or not len(ids) or (given.dtype != np.int32 and not np.array_equal(ids, given)):
             raise EpisodeError(f"episode.generate needs a flat, non-empty list of token ids, not {input_ids!r}")
         prompt = self._transcript.extend_ids(ids)
@@ -155,10 +155,10 @@ class Episode:
         return completion
 
     async def run_tools(self, reply: Message) -> list[Message]:
-        """Run the tool calls of a reply, all at once; a message {"role": "tool"} for each, in order.
+        """Run the tool calls of a reply concurrently; returns a message {"role": "tool"} for each, in order.
 
-        The model is told, in place of a result, what was wrong with a malformed call, what a tool raised (unless it
-        is one of areal's own errors, which are raised), and that a tool took longer than `tool_timeout_s`.
+        If a call is malformed, or the tool raises or times out after `tool_timeout_s`, its message has the error text.
+        Only areal's own errors are raised.
         """
         calls = reply.get("tool_calls") or ()
         journal = self._journal
@@ -174,7 +174,7 @@ class Episode:
         ]
 
     async def _results(self, calls: Sequence[dict[str, Any]]) -> list[str]:
-        """Run tool calls side by side; what the model is told of each."""
+        """Run tool calls concurrently; returns the text for the model of each."""
         tasks = [asyncio.create_task(self._run_tool(call), name=f"tool {call['function']['name']}") for call in calls]
         wait = self._begin_wait("tool " + ", ".join(call["function"]["name"] or "?" for call in calls))
         try:
@@ -186,14 +186,16 @@ class Episode:
             self._end_wait(wait)
             self._cancel(task for task in tasks if not task.done())
         for call, task in zip(calls, tasks, strict=True):
-            if task not in late and task.cancelled():  # not by us: it must not look as if the episode was cancelled
+            if task not in late and task.cancelled():  # not by us; must not look like a cancellation of the episode
                 raise EpisodeError(f"{self._agent}: tool {call['function']['name']!r} cancelled itself")
             if task not in late and (failure := task.exception()) is not None:
                 raise failure
+        timed_out = f"took longer than {self.tool_timeout_s:g} s and was stopped"
         results = [
-            self._too_late(call) if task in late else task.result() for call, task in zip(calls, tasks, strict=True)
+            f"Error: {call['function']['name']} {timed_out}" if task in late else task.result()
+            for call, task in zip(calls, tasks, strict=True)
         ]
-        # What cannot be encoded could not be recorded, nor told to the model.
+        # Replace lone surrogates, which could neither be recorded nor tokenised.
         results = [text.encode(errors="replace").decode() for text in results]
         if self._journal and not self._finished:
             for call, content in zip(calls, results, strict=True):
@@ -201,7 +203,7 @@ class Episode:
         return results
 
     def finish(self, reward: object, seconds: float) -> EpisodeRecord:
-        """End the episode: what the ledger keeps of it. Raises RewardError for a reward that is no finite number (I9).
+        """End the episode and return its record for the ledger. Raises RewardError for a non-finite reward (I9).
 
         seconds: wall time from the start to the agent's return.
         """
@@ -213,7 +215,7 @@ class Episode:
         if not math.isfinite(value):
             raise RewardError(
                 f"{self._agent} returned {reward!r} as the reward of task {self.task_id!r}: return a finite number, "
-                "such as float(reward) (raise an exception when there is no reward)"
+                "such as float(reward) (raise an exception if there is no reward)"
             )
         return EpisodeRecord(
             group=self.group,
@@ -228,7 +230,7 @@ class Episode:
         )
 
     async def _complete(self, ids: Ints, max_new_tokens: int | None) -> Completion:
-        if self._abandoned:  # an error would make a loop that catches everything spin
+        if self._abandoned:  # with an error, a loop that catches everything would spin
             await asyncio.get_running_loop().create_future()
         if self._finished:
             await asyncio.sleep(self._deadlines.refusal)
@@ -238,7 +240,7 @@ class Episode:
             raise EpisodeError(f"max_new_tokens={wanted}: an answer has at least one token")
         room = self._context_length - len(ids)
         if room < 1:
-            await asyncio.sleep(0)  # its deadline must reach an agent that catches everything and tries again
+            await asyncio.sleep(0)  # lets the deadline cancel an agent that catches everything and retries
             raise ContextOverflow(
                 f"the prompt of turn {self.turns + 1} (task {self.task_id!r}) has {len(ids)} tokens and leaves no room "
                 f"for an answer in a context of {self._context_length}: shorten it, or raise model.context_length"
@@ -252,11 +254,11 @@ class Episode:
         return completion
 
     def end(self) -> None:
-        """The agent has ended, with or without a reward: further calls of what it left running are refused."""
+        """The agent has ended, with or without a reward. Calls from tasks that it left running are refused."""
         self._finished = True
 
     def abandon(self) -> None:
-        """The agent ignored its cancellation: from now on its calls never return."""
+        """The agent ignored its cancellation. From now on, its calls never return."""
         self._abandoned = True
 
     async def _recorded_or_new(self, ids: Ints, sampling: Sampling) -> Completion:
@@ -289,14 +291,11 @@ class Episode:
             raise
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as problem:  # SystemExit, and what libraries derive from nothing else
+        except BaseException as problem:  # also SystemExit, and what libraries derive from BaseException
             return f"Error: {type(problem).__name__}: {problem}"
 
-    def _too_late(self, call: dict[str, Any]) -> str:
-        return f"Error: {call['function']['name']} took longer than {self.tool_timeout_s:g} s and was stopped"
-
     def _cancel(self, tasks: Iterable[asyncio.Task[str]]) -> None:
-        """Cancel, and hold on to the tasks until they end (one that ignores its cancellation ends when it likes)."""
+        """Cancel tasks, and keep references to them until they end, since some may ignore their cancellation."""
         for task in tasks:
             task.cancel()
             self._left_behind.add(task)
@@ -305,7 +304,7 @@ class Episode:
     def _ended(self, task: asyncio.Task[str]) -> None:
         self._left_behind.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody waits for it any more: not worth asyncio's warning
+            task.exception()  # marks it as retrieved, which avoids asyncio's warning
 
     def _known(self, tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
         known: dict[str, Tool] = {}
@@ -313,7 +312,7 @@ class Episode:
             if not isinstance(each, Tool):  # a bare function: read once per episode
                 each = self._tools.get(each) or self._tools.setdefault(each, tool(each))
             if known.setdefault(each.name, each) is not each:
-                raise EpisodeError(f"two tools are called {each.name!r}")
+                raise EpisodeError(f"two tools have the name {each.name!r}")
         return known
 
     def _begin_wait(self, what: str) -> tuple[str, float]:

@@ -1,8 +1,7 @@
-"""What an unfinished episode had, so that it can go on after a crash: its model calls and tool results.
+"""The model calls and tool results of an unfinished episode, with which it continues after a crash.
 
-A call is found again by what was asked (`model_key`, `tool_key`), not by its number. An agent that asks the same
-again gets the recorded answer; one that asks something else, since it depends on more than the episode gives it, goes
-on live from there.
+A call is looked up by its content (`model_key`, `tool_key`), not by its number. An agent that repeats a call gets the
+recorded answer; a call that differs, because the agent depends on something outside of the episode, runs live.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _HEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """answer: of the model (without `input_ids`, which `key` stands for), or the text that a tool gave."""
+    """answer: of the model (without `input_ids`, which `key` identifies), or the text of a tool."""
 
     key: bytes
     answer: Completion | str
 
 
 class Journal:
-    """The calls of one episode. keep(call): puts one on record. recorded: those of an earlier controller, in order."""
+    """The calls of one episode. keep(call): records one. recorded: those of an earlier life, in order."""
 
     def __init__(self, keep: Callable[[RecordedCall], None], recorded: Iterable[RecordedCall] = ()) -> None:
         self._keep = keep
@@ -38,7 +37,7 @@ class Journal:
             self._recorded.setdefault(call.key, []).append(call)
 
     def recall(self, key: bytes) -> Completion | str | None:
-        """The recorded answer to what was asked, each once. It stays on record."""
+        """The recorded answer to a call, or None. Each is returned once, and stays recorded."""
         calls = self._recorded.get(key)
         return calls.pop(0).answer if calls else None
 
@@ -47,7 +46,7 @@ class Journal:
 
 
 def model_key(ids: Ints, sampling: Sampling) -> bytes:
-    """The seed is no part of it: of two calls that an agent makes at once, either may come first."""
+    """Leaves out the seed, because concurrent calls of an agent may come in another order."""
     asked = (sampling.max_new_tokens, sampling.temperature, sampling.stop_token_ids, sampling.ignore_eos)
     return hashlib.blake2b(ids.tobytes() + repr(asked).encode(), digest_size=16).digest()
 
@@ -57,7 +56,7 @@ def tool_key(call: dict[str, Any]) -> bytes:
 
 
 def encode(call: RecordedCall) -> bytes:
-    """JSON behind its length, then the arrays of a completion."""
+    """The length of a JSON header, the header, and the arrays of a completion."""
     head: dict[str, Any] = {"key": call.key.hex()}
     body = b""
     if isinstance(call.answer, str):
@@ -73,7 +72,7 @@ def encode(call: RecordedCall) -> bytes:
 
 
 def decode(record: bytes) -> RecordedCall:
-    """The inverse of `encode`; `input_ids` of a completion are empty. ValueError for what is torn."""
+    """The inverse of `encode`, with empty `input_ids`. Raises ValueError for a truncated record."""
     size = _HEAD + int.from_bytes(record[:_HEAD], "little")
     head = orjson.loads(record[_HEAD:size])
     key = bytes.fromhex(head["key"])

@@ -1,13 +1,13 @@
 """The chat template of a model, shared by all episodes: messages -> text -> token ids, and ids -> message.
 
-A conversation is rendered whole once, at its start. What follows a sampled message is the difference of two renders
+A conversation is rendered as a whole only at its start. What follows a sampled message is the difference of two renders
 around a stand-in assistant message, so a sampled message itself is never rendered or tokenised again (I5):
 
     template([user, stand-in])                  = head  STAND-IN closing
     template([user, stand-in, *new messages])   = head' STAND-IN closing new messages, generation prompt
 
-`head` and `head'` may differ (Qwen3 adds and strips thinking blocks there); they are not used. `closing` is the end of
-a turn, such as "<|im_end|>\\n", of which the model itself samples the first token.
+`head` and `head'` may differ (Qwen3 adds and strips thinking blocks there) and are not used. `closing` is the end of a
+turn, such as "<|im_end|>\\n", whose first token the model itself samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from areal.types import Ints, Message
 
 _STAND_IN = "stand5in7for4a6sampled9message"
 _USER: Message = {"role": "user", "content": "."}
-_LONG_TEXT = 2_000  # characters; above it tokenising takes about a millisecond and leaves the event loop
+_LONG_TEXT = 2_000  # characters; longer texts take over a millisecond to tokenise, which is done in a thread
 _LONG_IDS = 4_000  # tokens; the same for decoding
 _CACHED_PROMPTS = 64  # the members of a group share their first prompt
 
@@ -34,7 +34,7 @@ _CACHED_PROMPTS = 64  # the members of a group share their first prompt
 class Template:
     """`tokenizer` is a Hugging Face tokenizer with a chat template; `args` are extra arguments of that template.
 
-    Raises ConfigError when there is no chat template, or one that does not show an assistant's content.
+    Raises ConfigError if there is no chat template, or it omits the content of assistant messages.
     """
 
     def __init__(self, tokenizer: Any, args: dict[str, Any] | None = None) -> None:
@@ -59,7 +59,7 @@ class Template:
         except ForkRefused as error:
             raise ConfigError(str(error)) from error
         closing_ids = self._encode(closing).tolist()
-        # The part of the closing that the model samples itself: up to its first special token.
+        # The model itself samples the closing up to its first special token.
         end = next((at for at, id in enumerate(closing_ids) if id in self.special_ids), None)
         self._sampled_closing = closing_ids[: end + 1] if end is not None else []
         self._opens_thinking = opening.rstrip().endswith("<think>")
@@ -78,19 +78,18 @@ class Template:
     async def extend(self, last: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Ints:
         """Token ids [P] that follow a sampled message: the end of its turn, `messages`, the generation prompt.
 
-        last: the last sampled id, -1 when none was; an end of turn that the model sampled is not repeated.
-        Raises ForkRefused.
+        last: the last sampled id, or -1; an end of turn that the model sampled is not repeated. Raises ForkRefused.
         """
         ids = await self._ids(self._after_stand_in(messages, tools, generation=True))
         ended = self._sampled_closing and self._sampled_closing[-1] == last
         return ids[len(self._sampled_closing) :] if ended else ids
 
     async def text(self, ids: Ints) -> str:
-        """Sampled ids as text. Invalid UTF-8 becomes U+FFFD; the ids stay what they are."""
+        """Decode sampled ids. Invalid UTF-8 becomes U+FFFD."""
         return self._decode(ids) if len(ids) < _LONG_IDS else await asyncio.to_thread(self._decode, ids)
 
     def split_thinking(self, text: str) -> tuple[str | None, str]:
-        """(reasoning, content) of a sampled text; reasoning is None when the model did not think."""
+        """(reasoning, content) of a sampled text; reasoning is None if the model did not think."""
         head, tag, tail = text.partition("<think>")
         if tag and not head.strip():
             text = tail
@@ -103,7 +102,7 @@ class Template:
         return self._encode(text) if len(text) < _LONG_TEXT else await asyncio.to_thread(self._encode, text)
 
     def _encode(self, text: str) -> Ints:
-        if self._backend is not None:  # the Rust tokenizer itself: thread-safe, and without a Python loop over the ids
+        if self._backend is not None:  # the Rust tokenizer: thread-safe, and without a Python loop over the ids
             ids = self._backend.encode(text, add_special_tokens=False).ids
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -125,7 +124,7 @@ class Template:
                 add_generation_prompt=generation,
                 **self._args,
             )
-        except Exception as error:  # a template is a program of its own and may raise anything
+        except Exception as error:  # templates are programs and may raise anything
             raise ForkRefused(
                 f"the chat template cannot render {_outline(messages)}: {type(error).__name__}: {error}"
             ) from error
@@ -137,8 +136,8 @@ class Template:
         _, found, after = self._render([_USER, stand_in, *messages], tools, generation).partition(_STAND_IN)
         if not found:
             raise ForkRefused(
-                f"the chat template leaves out an assistant's content before {_outline(messages)}: the tokens of "
-                "earlier turns cannot be continued with it"
+                f"the chat template omits an assistant's content before {_outline(messages)}, so the tokens of earlier "
+                "turns cannot be continued"
             )
         return after
 
@@ -149,7 +148,7 @@ def _outline(messages: Sequence[Message]) -> str:
 
 
 def _for_template(message: Message) -> Message:
-    """Arguments of tool calls as objects, which all templates can render; a malformed call as the text it was."""
+    """Turn arguments of tool calls into objects, which all templates can render, and malformed calls back into text."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -162,4 +161,4 @@ def _for_template(message: Message) -> Message:
             parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
             good.append({**call, "function": {**call["function"], "arguments": parsed}})
     plain = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content.lstrip("\n")}
-    return plain | {"tool_calls": good} if good else plain  # some templates only ask whether the key is there
+    return plain | {"tool_calls": good} if good else plain  # no empty list: some templates only check for the key

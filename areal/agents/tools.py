@@ -1,4 +1,4 @@
-"""Tools: Python functions that a model can call, and the calls that it writes.
+"""Tools: Python functions that a model can call, and parsing of its calls.
 
     @tool
     async def search(query: str) -> str:
@@ -8,13 +8,13 @@
             query: What to look for.
         \"\"\"
 
-The schema comes from signature and docstring. Calls are read in the Qwen format,
+The schema comes from signature and docstring. Calls are parsed in the Hermes/Qwen format,
 
     <tool_call>
     {"name": "search", "arguments": {"query": "Paris"}}
     </tool_call>
 
-A call that cannot be read or checked is never an exception: it carries its `error`, for the model to see.
+A malformed call raises nothing: its `error` is reported to the model.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from areal.errors import ConfigError
 
 
 class MalformedCall(ValueError):
-    """A tool call that the model must write otherwise. The message is written for the model."""
+    """A malformed tool call. The message is meant for the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tool:
-    """A function and what a model is told of it: `schema`, in OpenAI's function form."""
+    """A function and its `schema` for the model, in OpenAI's function format."""
 
     name: str
     schema: dict[str, Any]
@@ -54,22 +54,21 @@ class Tool:
     _arguments: TypeAdapter[dict[str, Any]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, so that a decorated one can still be called."""
+        """Call the function itself."""
         return self.function(*args, **kwargs)
 
     def check(self, arguments: Any) -> dict[str, Any]:
-        """Arguments converted to the annotated types. Raises MalformedCall."""
+        """Convert arguments to the annotated types. Raises MalformedCall."""
         try:
             return self._arguments.validate_python(arguments)
         except ValidationError as error:
-            raise MalformedCall(
-                f"wrong arguments for {self.name}: " + "; ".join(map(_explain, error.errors()))
-            ) from None
+            problems = "; ".join(map(_explain, error.errors()))
+            raise MalformedCall(f"wrong arguments for {self.name}: {problems}") from None
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
-        """Call the function with checked arguments; what it returns as text (JSON unless it is a string).
+        """Call the function with checked arguments; returns its result as text (JSON unless it is a string).
 
-        A plain function runs in a thread of its own: cancelling leaves the thread behind, and nothing waits for it.
+        A plain function runs in its own thread, which cancelling abandons.
         """
         if inspect.iscoroutinefunction(self.function):
             result = await self.function(**arguments)
@@ -84,10 +83,9 @@ class Tool:
 def tool(function: Callable[..., Any]) -> Tool:
     """Make a tool of a plain or async function (or method).
 
-    Every parameter needs a type that pydantic can check; a default makes it optional; the docstring's first part
-    is the description and its `Args:` section (Google style) describes the parameters.
-    Raises ConfigError for a parameter without a type, for *args, **kwargs and positional-only ones, and for a
-    documented parameter that does not exist.
+    Every parameter needs a type that pydantic can check; a default makes it optional. The docstring's first part is the
+    description, and its `Args:` section (Google style) describes the parameters. Raises ConfigError for a parameter
+    without a type, for *args, **kwargs and positional-only ones, and for a documented parameter that does not exist.
     """
     if isinstance(function, Tool):
         return function
@@ -100,10 +98,10 @@ def tool(function: Callable[..., Any]) -> Tool:
         raise ConfigError(f"{where}: {error}; define its types at module level") from None
     description, documented = _read_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
-    annotated, typed_dict = cast(Any, Annotated), cast(Any, TypedDict)  # types made at run time
+    annotated, typed_dict = cast(Any, Annotated), cast(Any, TypedDict)  # creates types at run time
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{where}: parameter {parameter} cannot be passed by name; give it a plain one")
+            raise ConfigError(f"{where}: parameter {parameter} cannot be passed by name; use a plain parameter")
         if parameter.name not in hints:
             raise ConfigError(f"{where}: parameter {parameter.name!r} has no type; annotate it")
         required = parameter.default is parameter.empty
@@ -112,7 +110,7 @@ def tool(function: Callable[..., Any]) -> Tool:
         hint = annotated[hints[parameter.name], field]
         fields[parameter.name] = hint if required else NotRequired[hint]  # the function supplies its own default
     if documented:
-        raise ConfigError(f"{where}: the docstring describes {', '.join(documented)}, which it does not have")
+        raise ConfigError(f"{where}: the docstring describes {', '.join(documented)}, which is not a parameter")
     arguments = typed_dict(name, fields)
     arguments.__pydantic_config__ = ConfigDict(extra="forbid")
     try:
@@ -125,10 +123,10 @@ def tool(function: Callable[..., Any]) -> Tool:
 
 
 def parse_calls(text: str, tools: Mapping[str, Tool]) -> tuple[str, list[dict[str, Any]]]:
-    """(content, calls) of a sampled text: content is what stands before the first call.
+    """(content, calls) of a sampled text; content is the text before the first call.
 
-    A call is {"type": "function", "function": {"name", "arguments"}}, arguments as JSON text. A malformed one has
-    "error" besides, and its arguments are the text between the tags. Never raises.
+    A call is {"type": "function", "function": {"name", "arguments"}}, with arguments as JSON text. A malformed call
+    also has an "error", and its arguments are the text between the tags. Never raises.
     """
     content, opened, rest = text.partition(_OPEN)
     if not opened:
@@ -142,9 +140,9 @@ def parse_calls(text: str, tools: Mapping[str, Tool]) -> tuple[str, list[dict[st
 
 
 def read_arguments(name: str, arguments: Any, tools: Mapping[str, Tool]) -> dict[str, Any]:
-    """Checked arguments of a call of tools[name]; JSON text is read first. Raises MalformedCall."""
+    """Parse (if JSON text) and check the arguments of a call of tools[name]. Raises MalformedCall."""
     if name not in tools:
-        raise MalformedCall(f"there is no tool {name!r}; there is {', '.join(tools) or 'none'}")
+        raise MalformedCall(f"there is no tool {name!r}; available: {', '.join(tools) or 'none'}")
     if isinstance(arguments, str):
         arguments = _read_json(arguments, 0)[0]
     return tools[name].check(arguments)
@@ -162,7 +160,7 @@ _DECODER = json.JSONDecoder(parse_constant=_reject)
 
 
 def _read_json(text: str, at: int) -> tuple[Any, int]:
-    """(value, end) of the JSON value at `at`. Raises MalformedCall for anything that cannot be text again."""
+    """(value, end) of the JSON value at `at`. Raises MalformedCall, also for a value that cannot be encoded again."""
     try:
         value, end = _DECODER.raw_decode(text, at)
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate such as "\\ud800" has no UTF-8
@@ -176,7 +174,7 @@ def _read_json(text: str, at: int) -> tuple[Any, int]:
 
 
 def _read_call(text: str, tools: Mapping[str, Tool]) -> tuple[dict[str, Any], str]:
-    """The call that `text` begins with, after the opening tag, and the text after it."""
+    """The call at the start of `text`, which follows an opening tag, and the remaining text."""
     name = ""
     close, following = text.find(_CLOSE), text.find(_OPEN)
     try:
@@ -184,7 +182,7 @@ def _read_call(text: str, tools: Mapping[str, Tool]) -> tuple[dict[str, Any], st
         end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
         if not text.startswith(_CLOSE, end):
             raise MalformedCall(f"the JSON object must be followed by {_CLOSE}")
-        close, following = end, -1  # the first ones may be inside a string of the JSON
+        close, following = end, -1  # the tags found before may be inside a JSON string
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise MalformedCall('a call is {"name": <tool>, "arguments": {...}}')
         name = value["name"]
@@ -207,7 +205,7 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What pydantic cannot write as JSON: arrays as lists, anything else as text."""
+    """Fallback for values that pydantic cannot write as JSON: arrays become lists, anything else text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -225,7 +223,7 @@ _ENTRY = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """(description, parameter -> description) of a docstring in Google's style."""
+    """(description, parameter -> description) of a Google-style docstring."""
     parts = _SECTION.split(text)
     documented: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):
@@ -243,7 +241,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_titles(schema: Any, properties: bool = False) -> Any:
-    """A JSON schema without pydantic's titles, which repeat the names (a property may be called "title")."""
+    """Remove pydantic's titles, which repeat the names, from a JSON schema (a property may be named "title")."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -256,7 +254,7 @@ def _without_titles(schema: Any, properties: bool = False) -> Any:
 
 
 class _DaemonThread(Executor):
-    """Runs each call in a new daemon thread, so that one that never returns holds up neither pool nor exit."""
+    """Runs each call in a new daemon thread, so that one that never returns blocks neither a pool nor exit."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

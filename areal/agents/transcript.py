@@ -1,12 +1,12 @@
 """Messages <-> token ids, exactly (I5).
 
-A transcript is a tree of turns. A turn holds the ids that were added before a model call and the ids that the call
-sampled; the path from a root to a turn, laid end to end, is what the server saw and sampled, id for id. A new call
-continues the longest recorded path that its messages (or ids) begin with; what was recorded is never rendered or
-tokenised again. Leaves are trajectories.
+A transcript is a tree of turns. A turn holds the ids added before a model call and the ids that the call sampled; the
+path from a root to a turn, concatenated, is exactly what the server saw and sampled. A new call continues the longest
+recorded path with which its messages (or ids) start; recorded messages are never rendered or tokenised again. Leaves
+are trajectories.
 
-Two calls that continue the same turn are branches (best of n, a context that is reset to an earlier turn). A call
-that tells a sampled turn otherwise, or after other messages or tools, is a fork: it begins with a render of its own.
+Calls that continue the same turn are branches (best of n, or a context reset to an earlier turn). A call that changes a
+sampled turn, or the messages or tools before it, is a fork: it starts with a new render.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areal.types import NOT_SAMPLED, Completion, Floats, Ints, Message, Trajecto
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """What a model call gets: `ids` [P] whole, of which the last `new` were not recorded before."""
+    """The prompt of a model call: all `ids` [P], and the last of them, `new`, which are not recorded yet."""
 
     ids: Ints
     new: Ints
@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One model call: what came before it since the parent's turn, and what it sampled."""
+    """One model call: the prompt since the parent's turn, and what was sampled."""
 
     parent: Turn | None
     prompt: Ints
@@ -45,7 +45,7 @@ class Turn:
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     reply: Message | None = None
-    handed_out: Message | None = None  # the very dict that the agent got, to tell branches with equal texts apart
+    handed_out: Message | None = None  # the dict object that the agent got, to distinguish branches with equal texts
     children: list[Turn] = field(default_factory=list)
 
     def path(self) -> list[Turn]:
@@ -57,7 +57,7 @@ class Turn:
 
 
 class Transcript:
-    """All that one episode said. `template` is shared by all episodes; None allows `extend_ids` only."""
+    """All turns of one episode. `template` is shared by all episodes; None allows `extend_ids` only."""
 
     __slots__ = ("_calls", "_chats", "_sequences", "_template", "forks")
 
@@ -69,7 +69,7 @@ class Transcript:
         self.forks = 0
 
     async def prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Prompt:
-        """Ids of a conversation up to and with the generation prompt. Raises ForkRefused."""
+        """The prompt of a conversation, including the generation prompt. Raises ForkRefused."""
         assert self._template is not None
         parent, known = self._longest(messages, tools)
         new = [snapshot(message) for message in messages[known:]]
@@ -85,10 +85,8 @@ class Transcript:
     async def reply(
         self, prompt: Prompt, completion: Completion, tools: dict[str, Tool], stops: Collection[int]
     ) -> Message:
-        """Record a completion of `prompt`; the assistant's message, with `reasoning_content` and `tool_calls` if any.
-
-        stops: further ids that end an answer; such an id and the model's own end of turn are not in the content.
-        """
+        """Record a completion of `prompt`; returns the assistant's message, with `reasoning_content` and `tool_calls`
+        if any. stops: additional ids that end an answer; neither these nor the end of turn are in the content."""
         assert self._template is not None
         ids = completion.output_ids
         if completion.finish == "stop" and len(ids) and (ids[-1] in self._template.special_ids or ids[-1] in stops):
@@ -107,7 +105,7 @@ class Transcript:
         return message
 
     def extend_ids(self, ids: Ints) -> Prompt:
-        """A prompt given as ids: it continues the longest recorded sequence that it begins with."""
+        """A prompt given as ids, which continues the longest recorded sequence with which it starts."""
         parent, known = None, 0
         stack = [(turn, 0) for turn in self._sequences]
         while stack:
@@ -129,24 +127,17 @@ class Transcript:
         self._record(prompt, completion, self._sequences)
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """One for each leaf, in the order of the calls (empty answers last). A sampled token that several leaves share
-        is in the loss of the first of them only; a leaf with nothing left to learn from is left out."""
+        """One per leaf, in the order of the calls (empty answers last). A sampled token shared by several leaves is in
+        the loss of the first only; a leaf without loss tokens of its own is omitted."""
         counted: set[Turn] = set()
         leaves = [turn for turn in _turns([*self._chats, *self._sequences]) if not turn.children]
-        leaves.sort(key=lambda turn: not len(turn.sampled))  # an empty one's path is mostly another's, too
+        leaves.sort(key=lambda turn: not len(turn.sampled))  # the path of an empty one is mostly shared
         trajectories = [_trajectory(leaf, counted) for leaf in leaves]
         return tuple(trajectory for trajectory in trajectories if len(trajectory.ids))
 
     def _record(self, prompt: Prompt, completion: Completion, roots: list[Turn]) -> Turn:
-        turn = Turn(
-            prompt.parent,
-            prompt.new,
-            completion.output_ids,
-            completion.logprobs,
-            completion.versions,
-            prompt.messages,
-            prompt.tools,
-        )
+        sampled = completion.output_ids, completion.logprobs, completion.versions
+        turn = Turn(prompt.parent, prompt.new, *sampled, prompt.messages, prompt.tools)
         (roots if prompt.parent is None else prompt.parent.children).append(turn)
         return turn
 
@@ -165,7 +156,7 @@ class Transcript:
         return best, known
 
     def _retells(self, parent: Turn | None, new: list[Message]) -> bool:
-        """Whether `new`, said after `parent`, tells a sampled turn otherwise or after something else."""
+        """Whether `new`, added after `parent`, changes a sampled turn or what precedes it."""
         said = [message for message in new if message.get("role") == "assistant"]
         if not said:
             return False
@@ -177,11 +168,11 @@ class Transcript:
 
     def _call_id(self) -> str:
         self._calls += 1
-        return f"call{self._calls:05d}"  # nine letters and digits: the form that the strictest templates ask for
+        return f"call{self._calls:05d}"  # nine letters and digits, as the strictest templates require
 
 
 def _same_reply(message: Message, reply: Message | None) -> bool:
-    """Whether a caller's message is the sampled one. Thinking may be left out, as the templates themselves do."""
+    """Whether a caller's message is the sampled one. The reasoning may be missing, since templates drop it, too."""
     if reply is None or message.get("role") != "assistant" or (message.get("content") or "") != reply["content"]:
         return False
     reasoning = message.get("reasoning_content")
@@ -192,7 +183,7 @@ def _same_reply(message: Message, reply: Message | None) -> bool:
 
 
 def snapshot(value: Any) -> Any:
-    """A copy that shares only strings and numbers, so that a caller's later edit of a message is noticed."""
+    """A deep copy of a message, so that a caller's later changes are noticed."""
     if isinstance(value, dict):
         return {key: snapshot(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -212,7 +203,7 @@ def _ids(turn: Turn) -> list[Ints]:
 
 
 def _trajectory(leaf: Turn, counted: set[Turn]) -> Trajectory:
-    """The path to a leaf, up to its last token in the loss. `counted`: the turns that are in a loss already."""
+    """The path to a leaf, up to its last loss token. `counted`: turns that are already in a loss."""
     path = leaf.path()
     while path and (path[-1] in counted or not len(path[-1].sampled)):
         path.pop()

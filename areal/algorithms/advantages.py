@@ -10,16 +10,16 @@ from areal.types import Floats
 EPSILON = 1e-4
 """Added to the standard deviation, as in TRL's GRPOTrainer."""
 RESOLUTION = 1e-6
-"""Rewards that differ by less than this share of the largest are equal up to float32 noise."""
+"""Rewards that differ by less than this fraction of the largest are considered equal (float32 noise)."""
 
 
 def grpo(rewards: ArrayLike, *, std: bool) -> Floats:
-    """Advantages [n] of the n episodes of one task: reward minus group mean, over the group's standard deviation.
+    """Advantages [n] of the n episodes of one task: (reward - group mean) / standard deviation of the group.
 
-    std=True is GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2). The paper leaves the kind of deviation open; this
-    is the sample deviation (n - 1) plus EPSILON, as in TRL and verl. std=False is Dr. GRPO (arXiv 2503.20783).
+    std=True is GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2). The paper does not say which deviation; this is
+    the sample deviation (n - 1) plus EPSILON, as in TRL and verl. std=False is Dr. GRPO (arXiv 2503.20783).
 
-    Equal rewards, and so a group of one, give exact zeros. Raises ValueError for a reward that is not finite.
+    Equal rewards, and therefore a group of one, give exact zeros. Raises ValueError for a non-finite reward.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(values).all():

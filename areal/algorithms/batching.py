@@ -1,8 +1,7 @@
 """From finished groups to a training request: advantages, staleness mask, flat arrays, plan.
 
-Sequences of advantage 0 (a group whose rewards are all equal) are computed although their gradient is exactly 0: their
-tokens belong to the token mean, and entropy, clip fraction and log-prob gap stay those of the whole batch.
-`group.uniform = replace` is what saves that work.
+Sequences of advantage 0 (from a group whose rewards are all equal) are computed although their gradient is exactly 0,
+because their tokens count in the token mean and in the statistics of the batch. `group.uniform = replace` avoids this.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ def flatten(
     advantage: Literal["grpo", "dr_grpo"],
     late: Literal["mask", "drop", "wait"],
 ) -> FlatBatch:
-    """Lay the batch out for the step from `version`, sequence after sequence (I2).
+    """Flatten the batch for the step from `version` (I2).
 
-    A token of staleness `version - its version` above max_staleness gets weight 0 with late="mask"; with "drop" and
-    "wait" the scheduler has kept such groups out, and one is an error. Every sequence of an episode carries the
-    episode's advantage, computed over all members of its group. Sequences left without a loss token are left out.
+    A stale token (`version` minus its version is above max_staleness) gets weight 0 with late="mask"; with "drop" and
+    "wait" the scheduler has excluded such groups. Every sequence of an episode has the episode's advantage, computed
+    over all members of its group. Sequences without loss tokens are left out.
 
-    Raises ValueError for a trajectory that breaks a contract: a late token with late="drop", a token from a version
-    yet to come, a loss on a token that no server sampled or on the first token.
+    Raises ValueError for a trajectory with a stale token unless late="mask", a token of a future version, or a loss on
+    the first token or one that no server sampled.
     """
     sequences: list[Trajectory] = []
     weights: list[Floats] = []
@@ -63,10 +62,10 @@ def flatten(
 def build_request(
     batch: Batch, config: Config, *, life: int, learning_rate: float, ranks: int, seed: int
 ) -> TrainRequest:
-    """The decoupled PPO step that consumes `batch`. The same arguments give the same request, so that a recovered run
-    repeats the step (I4); each batch draws its own mini-batches from `seed`.
+    """The decoupled PPO step that consumes `batch`. The same arguments give the same request, so that a resumed run can
+    repeat the step (I4); the mini-batches depend on `seed` and the batch id.
 
-    ranks: data-parallel size. Raises ArealError when no token of the batch can be trained on.
+    ranks: data-parallel size. Raises ArealError if the batch has no loss tokens.
     """
     flat = flatten(
         batch,
@@ -78,8 +77,8 @@ def build_request(
     if not len(flat.lengths):
         numbers = ", ".join(str(group.number) for group in batch.groups)
         raise ArealError(
-            f"batch {batch.id} (groups {numbers}) has no token to train on: its agents sampled none, or all are more "
-            f"than staleness.max={config.staleness.max} steps older than version {batch.from_version}"
+            f"batch {batch.id} (groups {numbers}) has no token to train on: its agents sampled none, or all are stale "
+            f"(staleness.max={config.staleness.max}, version {batch.from_version})"
         )
     return TrainRequest(
         life=life,
@@ -118,8 +117,8 @@ def sft_request(
 ) -> TrainRequest:
     """A step of weighted cross-entropy on `examples`: (token ids [L], loss weights [L]) each.
 
-    The first token's weight counts as 0: nothing predicts it. Examples without a weighted token are left out.
-    Raises ValueError when a pair differs in length, a weight is negative, or nothing is left.
+    The first token's weight is ignored, since nothing predicts it. Examples without weighted tokens are left out.
+    Raises ValueError if a pair differs in length, a weight is negative, or no example is left.
     """
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     for number, (token_ids, token_weights) in enumerate(examples):
@@ -157,8 +156,8 @@ def sft_request(
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Learning rate of the step from version `step`: it rises over `warmup_steps` (the first is not 0) to `lr`, then
-    stays or falls (a line or half a cosine) to `min_lr` at the last of `train.steps`, and stays there."""
+    """Learning rate of the step from version `step`: rises linearly over `warmup_steps` to `lr` (the first step is not
+    0), then stays constant or decays (linear or half a cosine) to `min_lr` at the last of `train.steps`."""
     optimizer = config.optimizer
     if step < optimizer.warmup_steps:
         return optimizer.lr * (step + 1) / (optimizer.warmup_steps + 1)
@@ -182,14 +181,14 @@ def _young(
     trained = versions[mask]
     where = f"group {episode.group}, member {episode.member}"
     if mask[:1].any() or (trained == NOT_SAMPLED).any():
-        raise ValueError(f"{where}: a token that no server sampled carries a loss")
+        raise ValueError(f"{where}: a token that no server sampled has a loss")
     if (trained > version).any():
         raise ValueError(f"{where}: a token of version {trained.max()} cannot be in the step from version {version}")
     keep = mask & (version - versions <= max_staleness)
     if late != "mask" and (keep != mask).any():
         raise ValueError(
-            f"{where}: a token of version {trained.min()} is older than max_staleness={max_staleness} allows in the "
-            f'step from version {version}, and late="{late}" keeps such a group out of the batch'
+            f"{where}: a token of version {trained.min()} is stale in the step from version {version} "
+            f'(max_staleness={max_staleness}), although late="{late}" excludes such groups'
         )
     return keep
 

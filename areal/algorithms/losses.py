@@ -26,14 +26,14 @@ def ppo_loss(
 
         - sum_t w_t * min(pi_prox / pi_behav, cap) * min(u_t A_t, clip(u_t, 1 - clip, 1 + clip) A_t),  u = pi / pi_prox
 
-    logprobs: log pi, with gradient; proximal: log pi_prox, of the weights before the step's first update; behaviour:
-    log pi_behav, of the weights that sampled the token; advantages; weights: the loss mask. All [T]. Only logprobs
-    gets a gradient. A token of weight 0 adds exactly 0 to loss, gradient and statistics, whatever else it holds.
+    logprobs: log pi, the only one with a gradient; proximal: log pi_prox, under the weights before the step's first
+    update; behaviour: log pi_behav, under the weights that sampled the token; weights: the loss mask. All [T]. A token
+    of weight 0 adds exactly 0 to loss, gradient and statistics, whatever its other values.
 
-    The importance weight is truncated at the cap, not dropped: the token stays in the token mean.
+    The importance weight is truncated at the cap; the token stays in the token mean.
 
-    Returns the loss and weighted sums over tokens: "importance" (the weight as applied), "capped" (tokens whose
-    weight the cap changed), "clipped" (tokens whose gradient the clip took away).
+    Returns the loss and weighted sums over tokens: "importance" (the applied weight), "capped" (tokens whose weight was
+    capped), "clipped" (tokens whose gradient the clip removed).
     """
     active = weights != 0
     zero = logprobs.new_zeros(())

@@ -1,7 +1,7 @@
-"""Which sequences go into which mini-batch, to which rank, and into which micro-batch.
+"""Assigns sequences to mini-batches, ranks and micro-batches.
 
-The controller plans, the ranks execute. Everything here is deterministic: the same arguments give the same plan in
-every process. The mini-batch of a sequence depends on the seed alone, never on the number of ranks or the budget.
+The controller plans, the ranks execute. The same arguments give the same plan in every process. The mini-batch of a
+sequence depends only on the seed, not on the number of ranks or the budget.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from areal.types import MiniBatch
 def microbatches(lengths: Sequence[int], budget: int, *, at_least: int = 1) -> list[tuple[int, ...]]:
     """Algorithm 1 of the AReaL paper (arXiv 2505.24298): micro-batches of at most `budget` tokens each.
 
-    Longest sequence first: while there are fewer than `at_least` micro-batches, or where it fits into none, it opens a
-    new one; otherwise it joins, of those with room, the one that holds the fewest sequences (then the fewest tokens).
-    A sequence longer than the budget is alone. None is empty, so fewer than `at_least` sequences give fewer.
+    Longest sequence first: it starts a new micro-batch while there are fewer than `at_least`, or if it fits into none;
+    otherwise it joins the one with the fewest sequences (then the fewest tokens) that has room. A sequence longer than
+    the budget is alone. None is empty, so fewer than `at_least` sequences give fewer micro-batches.
 
-    Any two micro-batches together exceed the budget (beyond the first `at_least`), so there are less than
+    Beyond the first `at_least`, any two micro-batches together exceed the budget, so there are fewer than
     2 * sum(lengths) / budget of them, or one.
 
     Returns indices into `lengths`.
     """
     packed: list[list[int]] = []
-    # Micro-batches of c sequences, as a heap of (tokens, number): its first one has room if any of them has.
+    # c -> heap of (tokens, number) of the micro-batches with c sequences; if any of them has room, the first has.
     heaps: dict[int, list[tuple[int, int]]] = {}
     counts: list[int] = []  # keys of `heaps`, ascending
     for index in _longest_first(lengths):
@@ -72,11 +72,11 @@ def plan(
     budget: int,
     seed: int | Sequence[int],
 ) -> tuple[MiniBatch, ...]:
-    """The optimizer steps of one pass: every sequence in exactly one of them.
+    """The optimizer updates of one pass; every sequence is in exactly one of them.
 
-    lengths, loss_tokens: tokens and sum of loss weights of each sequence, [S]. Sequences are drawn in an order fixed
-    by the seed, each into the mini-batch with the fewest tokens so far; then sharded over ranks and packed.
-    Mini-batches that would be empty (fewer sequences than `minibatches`) are left out.
+    lengths, loss_tokens: tokens and sum of loss weights of each sequence, [S]. In an order drawn from the seed, each
+    sequence goes to the mini-batch with the fewest tokens; these are then sharded over ranks and packed. Empty
+    mini-batches (fewer sequences than `minibatches`) are left out.
     """
     sizes: list[int] = np.asarray(lengths).tolist()
     weights = np.asarray(loss_tokens, dtype=np.float64)
@@ -105,8 +105,8 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def _spread(order: Iterable[int], lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Each sequence in turn to the part with the fewest tokens: whatever the order, the parts' token counts differ
-    by at most the longest sequence."""
+    """Assign each sequence in turn to the part with the fewest tokens. In any order, the token counts of the parts
+    differ by at most the longest sequence."""
     spread: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
     for index in order:

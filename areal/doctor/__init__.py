@@ -1,8 +1,8 @@
-"""Looks for what would go wrong in a run, before it: `areal doctor CONFIG.toml --agent FILE.py:NAME`, or in a program
+"""Checks a configuration before a run: `areal doctor CONFIG.toml --agent FILE.py:NAME`, or in a program
 
     findings = await doctor(config, agent, tasks)
 
-`short` is the part that starts no process; every run begins with it.
+`short` is the part that starts no process; every run starts with it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["Finding", "before_run", "doctor", "short"]
 log = logging.getLogger("areal")
 
 TRIED_TASKS = 10
-"""Tasks that an agent is tried on."""
+"""Number of tasks on which the agent is tried."""
 
 
 def short(config: Config, tasks: Sequence[Task] | None = None) -> list[Finding]:
     """The checks that start no process. tasks: those that the program passes; None takes `data.train`.
 
-    Blocks while data and tokenizer are read: call it in a thread where an event loop is running.
+    Blocks while reading data and tokenizer: under an event loop, call it in a thread.
     """
     findings = collect("placement", machine.placement(config))
     findings += collect("ports", machine.ports(config))
@@ -64,7 +64,7 @@ def short(config: Config, tasks: Sequence[Task] | None = None) -> list[Finding]:
 
 
 def before_run(config: Config) -> None:
-    """`short` at the start of a run: logs warnings, and raises a ConfigError of all problems. Blocks."""
+    """`short` at the start of a run: log warnings, and raise ConfigError with all problems. Blocks."""
     findings = short(config)
     for finding in findings:
         if finding.level == "warning":
@@ -81,10 +81,10 @@ async def doctor(
     workers: Callable[[Config], Workers] = LocalWorkers,
     tell: Callable[[Finding], object] = lambda finding: None,
 ) -> list[Finding]:
-    """All checks. Starts one server and the ranks unless the short ones found a problem, tries `agent` on the first
-    ten tasks, and trains and publishes one throw-away step. The weights of servers.urls are replaced by it.
+    """All checks. If `short` finds no problem, starts one server and the ranks, tries `agent` on the first ten tasks,
+    and trains and publishes one throw-away step, which replaces the weights of the servers in servers.urls.
 
-    tasks: those of the program; None takes `data.train`. tell: is told each finding as it comes.
+    tasks: those of the program; None takes `data.train`. tell: called with each finding as it comes.
     """
     findings: list[Finding] = []
 
@@ -108,7 +108,7 @@ async def doctor(
     if agent and not rows and not known:
         found([Finding("agent", "problem", "there are no tasks to try it on", "set data.train, or pass tasks")])
     if any(finding.level == "problem" for finding in findings):
-        found([Finding("servers and ranks", "warning", "not started", "solve the problems above first")])
+        found([Finding("servers and ranks", "warning", "not started", "fix the problems above first")])
         return findings
     found(await asyncio.to_thread(collect, "tool parser", chat.parser(chat.parser_of(config))))
     try:

@@ -1,4 +1,4 @@
-"""The agent that `areal doctor --agent` names, out of the user's program."""
+"""Loads the agent of `areal doctor --agent` from the user's program."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from areal.errors import ConfigError
 def load_agent(where: str) -> Agent:
     """The async function that `where` names: FILE.py:NAME or MODULE:NAME.
 
-    Its module is imported, so that what stands under `if __name__ == "__main__":` does not run. The file's folder, or
-    for a module the current one, becomes `sys.path[0]`, as Python itself does for a program. Raises ConfigError, from
-    what the import raised.
+    Its module is imported, so code under `if __name__ == "__main__":` does not run. The file's folder, or for a module
+    the current one, becomes `sys.path[0]`, as Python does for a program. Raises ConfigError, from the import's error.
     """
     source, _, name = where.rpartition(":")
     if not source or not name:
@@ -32,12 +31,12 @@ def load_agent(where: str) -> Agent:
         module = _load_file(Path(source).resolve()) if is_file else _import(source)
     except SystemExit as error:
         raise ConfigError(
-            f"--agent {where!r}: importing {source} ended the program (SystemExit: {error}); put what starts it under "
-            '`if __name__ == "__main__":`'
+            f"--agent {where!r}: importing {source} exited the program (SystemExit: {error}); put the code that starts "
+            'it under `if __name__ == "__main__":`'
         ) from None
     except Exception as error:
         if not is_file and isinstance(error, ModuleNotFoundError) and f"{source}.".startswith(f"{error.name}."):
-            raise ConfigError(f"--agent {where!r}: no module {error.name}; a file is FILE.py:NAME") from None
+            raise ConfigError(f"--agent {where!r}: no module {error.name}; for a file, write FILE.py:NAME") from None
         raise ConfigError(f"--agent {where!r}: importing {source} raised {type(error).__name__}: {error}") from error
     try:
         agent = attrgetter(name)(module)
@@ -45,7 +44,7 @@ def load_agent(where: str) -> Agent:
         own = [key for key, value in vars(module).items() if inspect.iscoroutinefunction(value)]
         has = f"its async functions are: {', '.join(own)}" if own else "it has no async function"
         raise ConfigError(f"--agent {where!r}: {source} has no {name}; {has}") from None
-    written = inspect.unwrap(agent)  # a decorator that only passes on may be a plain function
+    written = inspect.unwrap(agent)  # a decorator may return a plain function that only delegates
     if not (inspect.iscoroutinefunction(written) or inspect.iscoroutinefunction(type(agent).__call__)):
         raise ConfigError(
             f"--agent {where!r}: {name} is {_kind(agent)}, not an async function; write "
@@ -55,15 +54,15 @@ def load_agent(where: str) -> Agent:
         inspect.signature(agent).bind("episode", "task")
     except TypeError as error:
         raise ConfigError(
-            f"--agent {where!r}: it cannot be called as {name}(episode, task): {error}; bind what else it takes, such "
-            "as with functools.partial"
+            f"--agent {where!r}: it cannot be called as {name}(episode, task): {error}; bind its other parameters, for "
+            "example with functools.partial"
         ) from None
     return agent
 
 
 def _load_file(file: Path) -> ModuleType:
     sys.path.insert(0, str(file.parent))
-    # Its own name, by which processes of its own can import it, unless that is somebody else's.
+    # The file's own name lets child processes import it; another module may already have that name.
     name = file.stem if file.stem not in sys.modules else f"agent of {file}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

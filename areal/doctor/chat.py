@@ -1,4 +1,4 @@
-"""Whether messages become the tokens that they should: the chat template, and the parser of tool calls."""
+"""Checks that messages become the right tokens: the chat template, and the tool-call parser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weather(city: str, details: dict[str, Any] | None = None) -> str:
 
     Args:
         city: Name of the city.
-        details: What else is wanted.
+        details: Other information wanted.
     """
     return "sunny"
 
@@ -58,19 +58,19 @@ WITH_TOOLS: list[Message] = [
 
 
 class _Stop(Exception):
-    """(level, message, remedy): the conversation cannot be followed any further."""
+    """(level, message, remedy): the conversation cannot be continued."""
 
 
 def template(tokenizer: Any, args: Mapping[str, Any] | None = None) -> Iterator[Result]:
-    """Whether what a Transcript keeps of a conversation is what a whole render of it would be (I5).
+    """Whether a Transcript of a conversation has the tokens of a render of the whole conversation (I5).
 
-    Thinking may differ: templates add and strip it in earlier turns.
+    Thinking may differ, because templates add and strip it in earlier turns.
     """
     shared = Template(tokenizer, dict(args or {}))
     render = partial(tokenizer.apply_chat_template, tokenize=False, **(args or {}))
     good = True
     played = [("", PLAIN, False)]
-    if "tool" in tokenizer.chat_template:  # else nobody uses it for tools
+    if "tool" in tokenizer.chat_template:  # else it does not support tools
         played.append((" with tools", WITH_TOOLS, True))
     for name, conversation, tools in played:
         try:
@@ -78,9 +78,10 @@ def template(tokenizer: Any, args: Mapping[str, Any] | None = None) -> Iterator[
             if seams:
                 yield (
                     "warning",
-                    f"at the {seams} turns of a conversation{name} the tokens are others than those of a whole render, "
-                    "for the same text: a server that renders whole conversations gives the model other tokens",
-                    "let turns begin and end with special tokens in the chat template",
+                    f"at {seams} turns of a conversation{name} the tokens differ from those of a render of the whole "
+                    "conversation with the same text: a server that renders whole conversations gives the model other "
+                    "tokens",
+                    "start and end turns with special tokens in the chat template",
                 )
             good = good and not seams
         except _Stop as stop:
@@ -88,17 +89,17 @@ def template(tokenizer: Any, args: Mapping[str, Any] | None = None) -> Iterator[
             good = False
         except ForkRefused as error:
             level: Level = "warning" if tools else "problem"
-            yield level, f"a conversation{name} cannot go on: {error}", "mend the chat template, or do without this"
+            yield level, f"a conversation{name} cannot be continued: {error}", "fix the chat template, or avoid this"
             good = False
     if good:
-        yield f"earlier turns stay what they are{', with tools too' if len(played) > 1 else ''}"
+        yield f"earlier turns do not change{', with tools too' if len(played) > 1 else ''}"
 
 
 async def _follow(
     tokenizer: Any, template: Template, render: Callable[..., str], conversation: list[Message], tools: bool
 ) -> int:
-    """Play a conversation into a Transcript, the answers as the template itself would write them. Returns the number of
-    prompts with other ids for the same text; raises _Stop for other text, ForkRefused for what cannot be rendered."""
+    """Feed a conversation to a Transcript, with answers as the template would write them. Returns the number of prompts
+    with other ids for the same text. Raises _Stop for other text, ForkRefused if the template cannot render."""
     transcript = Transcript(template)
     schemas = [each.schema for each in TOOLS.values()] if tools else None
     known = TOOLS if tools else {}
@@ -123,8 +124,8 @@ async def _follow(
         if len(reply.get("tool_calls", ())) != len(message.get("tool_calls", ())):
             raise _Stop(
                 "warning",
-                f"it writes a tool call as {answer!r}, which areal does not read: this model's calls are never run",
-                "use a model that calls tools in Qwen's form, <tool_call>{JSON}</tool_call>, or agents without tools",
+                f"it writes a tool call as {answer!r}, which areal cannot parse: this model's calls are never run",
+                "use a model with Hermes/Qwen tool calls, <tool_call>{JSON}</tool_call>, or agents without tools",
             )
         said.append(reply)
         before = own_text + answer
@@ -142,7 +143,7 @@ def _as_written(
     prompt: str,
     tools: list[dict[str, Any]] | None,
 ) -> str:
-    """What the model would sample for an answer: as the template writes it, without the end of the turn."""
+    """The answer as the model would sample it: as the template writes it, without the end of the turn."""
     start = "</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
     user, stand_in = _says("user", "."), _says("assistant", "stand5in")
     closing = render([user, stand_in], tools=tools).partition("stand5in")[2]
@@ -154,7 +155,7 @@ def _as_written(
 
 
 def _plain(message: Message) -> Message:
-    """Arguments of tool calls as objects: what templates are written for."""
+    """Arguments of tool calls as objects, which templates expect."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -170,20 +171,20 @@ def _compare(before: str, own: str, whole: str, tools: bool) -> None:
     if own == whole:
         return
     at = next((i for i, (a, b) in enumerate(zip(own, whole, strict=False)) if a != b), min(len(own), len(whole)))
-    shown = f"where {own[max(0, at - 20) : at + 40]!r} was said it has {whole[max(0, at - 20) : at + 40]!r}"
+    shown = f"{own[max(0, at - 20) : at + 40]!r} becomes {whole[max(0, at - 20) : at + 40]!r}"
     where = " of a conversation with tools" if tools else ""
     if at < len(before):
         raise _Stop(
             "problem",
-            f"it changes earlier messages{where} when later ones come: {shown}. Training keeps what was said; a server "
-            "that renders whole conversations shows the model something else, and an agent that copies from such a "
-            "render forks at every turn",
-            "take out of the chat template what depends on later messages",
+            f"it changes earlier messages{where} when later ones are added: {shown}. Training keeps the original "
+            "tokens, while a server that renders whole conversations shows the model the changed ones, and an agent "
+            "that copies from such a render forks at every turn",
+            "remove from the chat template what depends on later messages",
         )
     raise _Stop(
         "warning",
-        f"new messages{where} look otherwise after recorded tokens than in a whole render: {shown}",
-        "take out of the chat template what depends on how many messages there are",
+        f"new messages{where} differ after recorded tokens from a render of the whole conversation: {shown}",
+        "remove from the chat template what depends on the number of messages",
     )
 
 
@@ -204,23 +205,23 @@ CALL_TEXTS = (
     "<tool_call>\n[]\n</tool_call>",
     'No call: {"name": "weather", "arguments": {"city": "Paris"}}',
 )
-"""Whole, several, nested, with escapes, cut off, malformed and none: of each, what can be run is what both must agree
-on. (What cannot be run areal hands to the model as an error; SGLang drops it.)"""
+"""Complete, several, nested, escaped, truncated, malformed and no calls. Both parsers must agree on the runnable ones.
+(areal reports the others to the model as errors; SGLang drops them.)"""
 
 
 def parser_of(config: Config) -> str:
-    """The name of the servers' tool parser: of servers.args, else that of Qwen's form, which is areal's."""
+    """The name of the servers' tool parser: from servers.args, else the one for Qwen, whose format areal parses."""
     words = [part for word in config.servers.args for part in word.split("=", 1)]
     return next((b for a, b in itertools.pairwise(words) if a == "--tool-call-parser"), "qwen25")
 
 
 def parser(name: str) -> Iterator[Result]:
-    """Whether SGLang's parser `name` and areal read the same calls. Imports SGLang, which takes seconds."""
+    """Whether SGLang's parser `name` and areal parse the same calls. Imports SGLang, which takes seconds."""
     from sglang.srt.entrypoints.openai.protocol import Tool as ServerTool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     if name not in FunctionCallParser.ToolCallParserEnum:
-        raise ConfigError(f"servers.args: --tool-call-parser {name} is none of SGLang's parsers")
+        raise ConfigError(f"servers.args: --tool-call-parser {name} is not one of SGLang's parsers")
     tools = [ServerTool(**each.schema) for each in TOOLS.values()]
 
     def read_there(text: str) -> tuple[str, list[tuple[str, Any]]]:
@@ -234,7 +235,7 @@ def parser(name: str) -> Iterator[Result]:
 
     logger = logging.getLogger("sglang.srt.function_call")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of the malformed ones
+    logger.setLevel(logging.ERROR)  # it warns about malformed calls
     try:
         wrong = [(text, here, there) for text in CALL_TEXTS if (here := read_here(text)) != (there := read_there(text))]
     finally:
@@ -242,9 +243,10 @@ def parser(name: str) -> Iterator[Result]:
     for text, here, there in wrong[:1]:
         yield (
             "problem",
-            f"SGLang's parser {name!r} reads {len(wrong)} of {len(CALL_TEXTS)} texts otherwise than areal, the first "
-            f"{text!r} as {there}, not {here}",
-            "areal reads calls in Qwen's form: serve this model with --tool-call-parser qwen25, or train without tools",
+            f"SGLang's parser {name!r} and areal disagree on {len(wrong)} of {len(CALL_TEXTS)} texts; the first, "
+            f"{text!r}, is {there} for SGLang and {here} for areal",
+            "areal parses Hermes/Qwen tool calls: serve this model with --tool-call-parser qwen25, or train without "
+            "tools",
         )
     if not wrong:
-        yield f"SGLang's {name} and areal read {len(CALL_TEXTS)} texts alike"
+        yield f"SGLang's {name} and areal agree on {len(CALL_TEXTS)} texts"

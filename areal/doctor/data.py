@@ -1,4 +1,4 @@
-"""Whether the data can be trained on."""
+"""Checks the training data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from areal.doctor.findings import Level, Result
 from areal.types import Task
 
 SCANNED_ROWS = 50_000
-"""Rows of a data set that are looked at; ids are compared over all of them."""
+"""Maximum number of rows checked. (Ids are checked in all rows.)"""
 TOKENISED_ROWS = 64
-"""Longest prompts, by bytes, of which the tokens are counted."""
+"""Number of prompts, longest in bytes first, whose tokens are counted."""
 PROMPT_KEYS = ("messages", "prompt", "question", "problem", "instruction", "query", "input", "text")
-"""Where a row has its prompt: the first of these that is there."""
+"""Possible keys of a row's prompt; the first one present is used."""
 
 
 def rows(config: Config, tasks: Sequence[Task] | None, tokenizer: Any | None, room: int) -> Iterator[Result]:
-    """Whether the rows can be trained on. room: tokens that a prompt may have at most; needs a `tokenizer`."""
+    """Whether the rows can be trained on. room: maximum tokens of a prompt, checked if there is a `tokenizer`."""
     if tasks is None and not config.data.train:
         yield "the program passes its own tasks"
         return
@@ -38,15 +38,9 @@ def rows(config: Config, tasks: Sequence[Task] | None, tokenizer: Any | None, ro
         held_out = {row["id"] for row in evaluation}
     seen = [row for row in islice(rows, SCANNED_ROWS) if row["id"] not in held_out]
     bad = [*_keys(seen), *_prompts(seen, tokenizer, room), *_leaks(seen, evaluation)]
-    if (count := len(rows) - len(held_out)) < config.train.batch_groups:
-        bad.append(
-            (
-                "warning",
-                f"{count} tasks are fewer than a batch, train.batch_groups={config.train.batch_groups}: a step "
-                "trains several times on one task",
-                "lower train.batch_groups, or add tasks",
-            )
-        )
+    if (count := len(rows) - len(held_out)) < (size := config.train.batch_groups):
+        few = f"{count} tasks are fewer than a batch, train.batch_groups={size}: steps repeat tasks within a batch"
+        bad.append(("warning", few, "lower train.batch_groups, or add tasks"))
     yield from bad
     if not bad:
         yield f"{count} tasks to train on, {len(evaluation)} to evaluate on"
@@ -58,7 +52,7 @@ def _keys(rows: Sequence[Task]) -> Iterator[Result]:
     if other := next((row for row in rows if frozenset(row) != usual), None):
         yield (
             "warning",
-            f"{len(rows) - number} of {len(rows)} rows have other keys than most, such as {other['id']!r}: "
+            f"{len(rows) - number} of {len(rows)} rows have unusual keys; for example {other['id']!r} differs in "
             f"{', '.join(sorted(usual ^ frozenset(other)))}",
             "give all rows the same keys",
         )
@@ -67,10 +61,10 @@ def _keys(rows: Sequence[Task]) -> Iterator[Result]:
 def _prompts(rows: Sequence[Task], tokenizer: Any | None, room: int) -> Iterator[Result]:
     texts = {row["id"]: text for row in rows if (text := _prompt(row)) is not None}
     if empty := [name for name, text in texts.items() if not text.strip()]:
-        yield "warning", f"{len(empty)} rows have an empty prompt, such as {empty[0]!r}", "take them out"
+        yield "warning", f"{len(empty)} rows have an empty prompt, such as {empty[0]!r}", "remove them"
     if tokenizer is None:
         return
-    # A token is a byte at least: most rows need no tokenizer.
+    # A token has at least one byte, so most rows are short enough without tokenising.
     sizes = {name: size for name, text in texts.items() if (size := len(text.encode(errors="replace"))) > room}
     longest = nlargest(TOKENISED_ROWS, sizes, key=sizes.__getitem__)
 
@@ -85,9 +79,9 @@ def _prompts(rows: Sequence[Task], tokenizer: Any | None, room: int) -> Iterator
         least = "at least " if len(huge) == TOKENISED_ROWS else ""
         yield (
             level,
-            f"{least}{len(huge)} prompts leave no room for an answer in the model's context; the longest, {name!r}, "
-            f"has {huge[name]} tokens, {room} fit: such episodes all fail",
-            "take them out, or raise model.context_length",
+            f"{least}{len(huge)} prompts leave no room for an answer in the model's context, so that their episodes "
+            f"fail; the longest, {name!r}, has {huge[name]} tokens, but only {room} fit",
+            "remove them, or raise model.context_length",
         )
 
 
@@ -105,8 +99,8 @@ def _leaks(rows: Sequence[Task], evaluation: Sequence[Task]) -> Iterator[Result]
         yield (
             "warning",
             f"{len(leaked)} evaluation rows are among the training rows, such as {leaked[0][1]!r} (training row "
-            f"{leaked[0][0]!r}): success would be measured on what was trained",
-            "take them out of one of the two",
+            f"{leaked[0][0]!r}): the evaluation would include training tasks",
+            "remove them from one of the two",
         )
 
 

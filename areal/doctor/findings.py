@@ -1,4 +1,4 @@
-"""What a check says."""
+"""Findings: the results of checks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ log = logging.getLogger("areal")
 
 Level = Literal["ok", "warning", "problem"]
 Result = tuple[Level, str, str] | str
-"""What a check yields: (level, message, remedy), or the message of an ok."""
+"""A check yields (level, message, remedy), or just the message for level `ok`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """level: `ok`, `warning` (a run works, worse than it could) or `problem` (it does not, or it does something else
-    than it seems to). remedy: what to do about it."""
+    """level: `ok`, `warning` (a run works, but not as well as it could) or `problem` (a run fails, or is not correct).
+    remedy: what to do about it."""
 
     check: str
     level: Level
@@ -31,13 +31,13 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """Without the level."""
+        """The finding without its level."""
         return f"{self.check}: {self.message}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 def collect(check: str, results: Iterable[Result]) -> list[Finding]:
-    """The findings of a check. What it raises becomes one: an ArealError, which names its own remedy, is a problem,
-    anything else a warning: a fault of a check keeps no run from its start."""
+    """The findings of a check. If it raises an ArealError, that is a problem; any other exception is only a warning,
+    because a bug in a check must not block the run."""
     findings: list[Finding] = []
     try:
         for result in results:

@@ -1,4 +1,4 @@
-"""What only shows on a running server and running ranks: their log-probs, a publication, the agent."""
+"""Checks that need a running server and running ranks: log-probs, a publication, the agent."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from areal.types import Floats, Ints, Sampling, Task
 PROMPT_LENGTHS = (16, 64, 256)
 SAMPLED = Sampling(16, ignore_eos=True)
 STEP_RATE = 3e-3
-"""Learning rate of the throw-away step: Adam moves each weight by about as much, so that every log-prob changes."""
+"""Learning rate of the throw-away step. Adam moves each weight by about this much, so that every log-prob changes."""
 LAG_S = 0.1
-"""Longest time that an agent may keep the event loop: all episodes stand still meanwhile (I8)."""
+"""Longest time that an agent may block the event loop, which stops all episodes (I8)."""
 TICK_S = 0.01
 
 
@@ -46,7 +46,7 @@ def one_server(config: Config) -> Config:
 
 
 def prompts(cluster: Cluster) -> list[Ints]:
-    """Fixed prompts [L] that share no prefix with the probe of a publication, which is cached, nor with each other."""
+    """Fixed prompts [L] that share no prefix with each other or with the probe of a publication, which is cached."""
     vocabulary = cluster.workers.vocab_size
     random = np.random.default_rng(0)
     made = []
@@ -59,7 +59,7 @@ def prompts(cluster: Cluster) -> list[Ints]:
 
 
 async def logprobs(config: Config, cluster: Cluster) -> list[Result]:
-    """Whether each server gives the log-probs of the ranks: of prompts, and of what it samples after them."""
+    """Whether each server agrees with the ranks on the log-probs of prompts and of what it samples after them."""
     results: list[Result] = []
     worst, gap_kind = 0.0, _kind(config)
     for server in cluster.fleet.servers:
@@ -72,26 +72,23 @@ async def logprobs(config: Config, cluster: Cluster) -> list[Result]:
             gap = _gap(config, by_server, by_ranks)
             worst = max(worst, gap)
             if not gap <= _tolerance(config):
-                results.append(
-                    (
-                        "problem",
-                        f"{client.url} and the ranks differ by {gap:.3g} ({gap_kind}) on a prompt of {len(ids)} "
-                        f"tokens, more than {_tolerance(config):g}: the loss would use wrong ratios",
-                        "the server holds other weights than model.path, or computes otherwise: look at model.dtype "
-                        "and servers.args",
-                    )
+                message = (
+                    f"{client.url} and the ranks differ by {gap:.3g} ({gap_kind}) on a prompt of {len(ids)} tokens, "
+                    f"more than {_tolerance(config):g}: the loss would use wrong ratios"
                 )
+                why = "the server holds other weights than model.path, or computes differently"
+                results.append(("problem", message, f"{why}: check model.dtype and servers.args"))
                 break
     return results or [f"SGLang and Megatron agree to {worst:.1g} ({gap_kind})"]
 
 
 async def publication(config: Config, cluster: Cluster) -> list[Result]:
-    """Whether weights that a step changed arrive, all of them, and nothing computed by the old ones stays behind."""
+    """Whether all weights changed by a step arrive, and nothing computed with the old ones remains."""
     results: list[Result] = []
     asked = prompts(cluster)[-1]
     trainer = cluster.ranks.client
     cached = 0
-    for server in cluster.fleet.servers:  # the second one finds what the first left in the cache
+    for server in cluster.fleet.servers:  # the second request finds the prefix cached by the first
         for _ in range(2):
             cached += (await server.client.generate(uuid.uuid4().hex, asked, SAMPLED)).cached_tokens
     before = (await trainer.logprobs([asked]))[0]
@@ -109,7 +106,7 @@ async def publication(config: Config, cluster: Cluster) -> list[Result]:
     moved = _gap(config, before, (await trainer.logprobs([asked]))[0])
     published = await cluster.weights.publish(stats.version)
     if published.failed:
-        return [("problem", f"new weights were not taken: {'; '.join(published.failed)}", "look at weights.transport")]
+        return [("problem", f"new weights did not load: {'; '.join(published.failed)}", "check weights.transport")]
     for server in cluster.fleet.servers:
         url = server.client.url
         answer = await server.client.generate(uuid.uuid4().hex, asked, SAMPLED)
@@ -117,23 +114,15 @@ async def publication(config: Config, cluster: Cluster) -> list[Result]:
         old = _gap(config, answer.logprobs, by_ranks[len(asked) :])
         new = _gap(config, await server.client.score(asked), by_ranks[: len(asked)])
         if not new <= _tolerance(config):
-            results.append(
-                (
-                    "problem",
-                    f"{url} has other weights than were published: log-probs differ by {new:.3g} ({_kind(config)})",
-                    "set weights.verify=true, and look at the server's log",
-                )
-            )
+            message = f"{url} has other weights than were published: log-probs differ by {new:.3g} ({_kind(config)})"
+            results.append(("problem", message, "set weights.verify=true, and check the server's log"))
         elif answer.cached_tokens or not old <= _tolerance(config):
-            results.append(
-                (
-                    "problem",
-                    f"{url} still uses what the old weights computed: {answer.cached_tokens} tokens of a prompt came "
-                    f"from its KV cache, and log-probs after it differ by {old:.3g} ({_kind(config)})",
-                    "this SGLang does not empty its cache when weights are loaded: use version 0.5.23, or give the "
-                    "server --disable-radix-cache",
-                )
+            message = (
+                f"{url} still uses what the old weights computed: {answer.cached_tokens} tokens of a prompt came from "
+                f"its KV cache, and log-probs after it differ by {old:.3g} ({_kind(config)})"
             )
+            remedy = "use SGLang 0.5.23, which flushes it when it loads weights, or --disable-radix-cache"
+            results.append(("problem", message, remedy))
     if results:
         return results
     ours = cluster.workers.can_restart
@@ -141,42 +130,39 @@ async def publication(config: Config, cluster: Cluster) -> list[Result]:
         results += await _tensors(config, cluster, server)
     if not moved > 10 * _tolerance(config):
         results.append(
-            ("warning", f"a step changed the log-probs by {moved:.2g} only, too little to tell", "look at model.dtype")
+            ("warning", f"a step changed log-probs by only {moved:.2g}, too little to tell", "check model.dtype")
         )
-    note = "" if cached else " (it keeps no prefixes)"
+    note = "" if cached else " (the server does not cache prefixes)"
     arrived = ", all tensors arrived" if ours else " and arrived"
     return results or [f"log-probs moved by {moved:.2g}{arrived}; no old KV is left{note}"]
 
 
 async def _tensors(config: Config, cluster: Cluster, server: Server) -> list[Result]:
-    """Whether all that a publication left in a server is what the trainer exports: log-probs of prompts do not show the
-    embedding of another id. The server's checksums are compared with those after a second load, over random numbers:
-    a tensor that a load does not set differs too. For a server of ours, which nobody needs afterwards."""
+    """Whether a server has exactly the tensors that the trainer exports; log-probs of prompts do not depend on the
+    embeddings of other ids. Compares the server's checksums with those after overwriting its weights with random
+    numbers and loading again, so that a tensor that no load sets also differs. Not for external servers, whose weights
+    this would destroy."""
     client = server.client
     try:
         published = await client.checksums()
         await client.scramble()
     except ServerRefused as error:
         message = f"only the log-probs of prompts were compared, not all tensors: {error}"
-        return [("warning", message, "that takes SGLang 0.5.23, and memory for its largest tensor once more")]
+        return [("warning", message, "use SGLang 0.5.23, with free memory for a copy of its largest tensor")]
     await cluster.weights.reload(server)
     exported = await client.checksums()
     wrong = [name for name in exported if published.get(name) != exported[name]]
     if not wrong:
         return []
-    return [
-        (
-            "problem",
-            f"{client.url} holds {len(wrong)} of {len(exported)} tensors otherwise than the trainer exports them: "
-            f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}",
-            f"look at the server's log for what weights.transport={config.weights.transport} did not load, or take "
-            "another transport",
-        )
-    ]
+    some = f"{', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}"
+    message = (
+        f"{client.url} holds {len(wrong)} of {len(exported)} tensors otherwise than the trainer exports them: {some}"
+    )
+    return [("problem", message, f"check the server's log, or change weights.transport={config.weights.transport}")]
 
 
 def _gap(config: Config, a: Floats, b: Floats) -> float:
-    """Largest difference (float32), or mean one (bfloat16, where single tokens differ much)."""
+    """Maximum difference for float32, mean difference for bfloat16, where single tokens differ a lot."""
     difference = np.abs(a - b)
     return float(difference.max() if config.model.dtype == "float32" else difference.mean())
 
@@ -193,7 +179,7 @@ def _kind(config: Config) -> str:
 
 
 async def try_agent(config: Config, cluster: Cluster, agent: Agent, tasks: Sequence[Task]) -> list[Result]:
-    """One episode of each task, one after the other, so that what goes wrong has a name."""
+    """Run one episode per task, sequentially, so that a finding can be attributed to its task."""
     results: list[Result] = []
     rewards: list[float] = []
     sampling = Sampling(config.sampling.max_new_tokens, config.sampling.temperature)
@@ -207,48 +193,34 @@ async def try_agent(config: Config, cluster: Cluster, agent: Agent, tasks: Seque
         for number, task in enumerate(tasks):
             outcome, watch = await run(number, task)
             if isinstance(outcome, Failure):
-                results.append(
-                    ("problem", f"fails on task {task['id']!r} ({outcome.kind}): {outcome.summary}", "mend the agent")
-                )
+                message = f"fails on task {task['id']!r} ({outcome.kind}): {outcome.summary}"
+                results.append(("problem", message, "fix the agent"))
                 continue
             rewards.append(outcome.reward)
             if watch.lag_s > LAG_S:
-                # Once more: an import, or the machine, may have been slow.
+                # Retry: an import, or the machine, may have been slow.
                 again = (await run(number, task))[1]
                 often = again.lag_s > LAG_S
-                results.append(
-                    (
-                        "problem" if often else "warning",
-                        f"keeps the event loop for {1000 * (again if often else watch).lag_s:.0f} ms on task "
-                        f"{task['id']!r}{watch.where or again.where}{'' if often else ', the first time'}: no other "
-                        "episode moves meanwhile",
-                        "await it, or put it into `asyncio.to_thread` or a process",
-                    )
+                message = (
+                    f"blocks the event loop for {1000 * (again if often else watch).lag_s:.0f} ms on task "
+                    f"{task['id']!r}{watch.where or again.where}{'' if often else ', the first time'}, which stops all "
+                    "other episodes"
                 )
+                remedy = "await it, or run it in `asyncio.to_thread` or a process"
+                results.append(("problem" if often else "warning", message, remedy))
     for name in used:
-        results.append(
-            (
-                "problem",
-                f"uses {name}: it works in the main thread only, and takes handlers away from the program",
-                "use `asyncio.timeout`, or run it in a process",
-            )
-        )
+        message = f"uses {name}, which only works in the main thread and replaces the program's handlers"
+        results.append(("problem", message, "use `asyncio.timeout`, or run it in a process"))
     if len(rewards) > 1 and len(set(rewards)) == 1:
-        results.append(
-            (
-                "warning",
-                f"the rewards of {len(rewards)} tasks are all {rewards[0]:g}: where all members of a group get the "
-                "same, nothing is learned",
-                "choose tasks that the model solves now and then, or a finer reward",
-            )
-        )
+        message = f"the rewards of {len(rewards)} tasks are all {rewards[0]:g}: equal rewards give no gradient"
+        results.append(("warning", message, "choose tasks that the model solves sometimes, or a finer reward"))
     return results or [f"{len(tasks)} tasks, mean reward {np.mean(rewards):.3g}"]
 
 
 class LoopWatch:
-    """How long tasks kept the event loop within the block, and where: a thread looks when the loop is late.
+    """Measures how long tasks block the event loop within the `with` block; a thread finds out where.
 
-    A loop that is late because the machine is busy does not count: then no task runs in it, and it takes no CPU time.
+    Delays on a busy machine do not count: then no task is running in the loop and it uses no CPU time.
     """
 
     lag_s = 0.0
@@ -277,7 +249,7 @@ class LoopWatch:
     def _note(self) -> None:
         now, cpu = time.monotonic(), time.thread_time()
         late = now - self._beat - TICK_S
-        if self._seen or cpu - self._cpu > late / 2:  # the thread sees nothing while C code holds the GIL
+        if self._seen or cpu - self._cpu > late / 2:  # CPU time, since the thread cannot run while C code holds the GIL
             self.lag_s = max(self.lag_s, late)
         self._beat, self._cpu, self._seen = now, cpu, False
 
@@ -289,7 +261,7 @@ class LoopWatch:
 
 
 def _place(frame: FrameType) -> str:
-    """The innermost place that belongs neither to Python nor to an installed package."""
+    """The innermost frame outside of the standard library and installed packages."""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     stack = traceback.extract_stack(frame)
     own = [place for place in stack if not place.filename.startswith((*installed, "<"))] or stack
@@ -298,7 +270,7 @@ def _place(frame: FrameType) -> str:
 
 @contextmanager
 def signals_watched() -> Iterator[list[str]]:
-    """What of the module `signal` was used within the block, and from where; also a handler that is not the same."""
+    """Which functions of the module `signal` were used within the block, and where; also handlers that changed."""
     used: list[str] = []
     functions = {name: getattr(signal, name) for name in ("signal", "alarm", "setitimer")}
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}

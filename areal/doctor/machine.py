@@ -23,25 +23,26 @@ from areal.workers.trainer.architecture import Architecture
 GB = 1e9
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 ADAM_BYTES = {"float32": 8, "bfloat16": 12}
-"""A parameter's optimizer state: two moments, and a float32 copy of a bfloat16 weight."""
+"""Optimizer state of a parameter: two moments, and a float32 copy of a bfloat16 weight."""
 GRADIENT_BYTES = 4
 RANK_BYTES, SERVER_BYTES = 0.4e9, 0.8e9
-"""What a process takes before it has a model, on a CPU."""
+"""Memory of a process without its model, on a CPU."""
 TOKEN_BYTES = 13
-"""Of a token in the ledger: id, log-prob, version, mask."""
+"""Size of a token in the ledger: id, log-prob, version, mask."""
 SPARE_FILES = 128
-"""Open files besides connections: libraries, logs, the ledger."""
+"""Open files other than connections: libraries, logs, the ledger."""
 
 
 def placement(config: Config) -> Iterator[Result]:
     plan = place(config)
-    yield f"{'CPU only' if not plan.ranks else f'ranks on {list(plan.ranks)}, servers on {_lists(plan)}'}"
+    servers = [list(devices) for devices in plan.servers]
+    yield f"ranks on {list(plan.ranks)}, servers on {servers}" if plan.ranks else "CPU only"
 
 
 def ports(config: Config) -> Iterator[Result]:
     first, count = config.servers.port, config.servers.count
     if not first or config.servers.urls:
-        yield "free ones are taken as they come"
+        yield "free ports are picked automatically"
         return
     taken = 0
     for port in range(first, first + count):
@@ -55,7 +56,7 @@ def ports(config: Config) -> Iterator[Result]:
 
 
 def open_files(config: Config) -> Iterator[Result]:
-    """Each running episode has a connection at most, and one more while it is aborted."""
+    """Each request in flight has one connection, and a second one while it is aborted."""
     episodes = (config.staleness.max + 1) * config.train.batch_groups * config.group.size
     calls = min(episodes, config.servers.max_running * max(config.servers.count, len(config.servers.urls)))
     need = 2 * calls + SPARE_FILES
@@ -63,11 +64,11 @@ def open_files(config: Config) -> Iterator[Result]:
     if limit != resource.RLIM_INFINITY and limit < need:
         yield (
             "problem",
-            f"{limit} open files are allowed, {calls} calls at a time need {need}",
+            f"the limit is {limit} open files, but {calls} concurrent requests need {need}",
             f"`ulimit -n {need}`, or lower servers.max_running",
         )
     else:
-        yield f"{need} are needed at most"
+        yield f"at most {need} are needed"
 
 
 def sinks(config: Config) -> Iterator[Result]:
@@ -77,17 +78,17 @@ def sinks(config: Config) -> Iterator[Result]:
 
 
 def parameters(model: Architecture) -> int:
-    """Number of parameters; biases are left out."""
+    """Number of parameters, without biases."""
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     layer = model.hidden * (heads + 3 * model.ffn + 2)
     return model.layers * layer + model.vocab * model.hidden * (1 if model.tied else 2) + model.hidden
 
 
 def disk(config: Config, model: Architecture) -> Iterator[Result]:
-    """Room for checkpoint.keep + 1 checkpoints, the ledger between two of them, and two exports of weights."""
+    """Space for checkpoint.keep + 1 checkpoints, the ledger between two of them, and two exports of weights."""
     size, dtype = parameters(model), config.model.dtype
     count = config.checkpoint.keep + 1
-    if config.run:  # what is there makes room for what comes
+    if config.run:  # existing checkpoints will be deleted
         count -= min(len(RunFolder(config.run).checkpoints()), config.checkpoint.keep)
     checkpoints = count * size * (WEIGHT_BYTES[dtype] + ADAM_BYTES[dtype])
     exports = 2 * size * WEIGHT_BYTES[dtype] if config.weights.transport == "disk" else 0
@@ -107,7 +108,7 @@ def disk(config: Config, model: Architecture) -> Iterator[Result]:
                 "problem",
                 f"{path} has {free / GB:.1f} GB free, {' and '.join(part[2] for part in parts)} take "
                 f"{need / GB:.1f} GB",
-                "free some, set folder and weights.folder to a larger disk, or lower checkpoint.keep",
+                "free some space, set folder and weights.folder to a larger disk, or lower checkpoint.keep",
             )
     room = shutil.disk_usage(run).free - sum(part[1] for part in needs[run.stat().st_dev])
     if not short and room < (ledger := _ledger_bytes(config)):
@@ -116,14 +117,14 @@ def disk(config: Config, model: Architecture) -> Iterator[Result]:
             "warning",
             f"{run} has {max(0.0, room) / GB:.1f} GB left for the ledger, which may take {ledger / GB:.1f} GB before "
             "a checkpoint",
-            "free some, or lower checkpoint.every",
+            "free some space, or lower checkpoint.every",
         )
     if not short:
-        yield f"checkpoints and weights take {(checkpoints + exports) / GB:.2f} GB; {room / GB:.1f} GB are left then"
+        yield f"checkpoints and weights take {(checkpoints + exports) / GB:.2f} GB, leaving {room / GB:.1f} GB"
 
 
 def memory(config: Config, model: Architecture) -> Iterator[Result]:
-    """Of ranks and servers without their activations: less will not do."""
+    """Memory of ranks and servers without activations, a lower bound."""
     size, weight = parameters(model), WEIGHT_BYTES[config.model.dtype]
     rank = size * (weight + GRADIENT_BYTES + ADAM_BYTES[config.model.dtype])
     plan = place(config)
@@ -137,7 +138,7 @@ def memory(config: Config, model: Architecture) -> Iterator[Result]:
     if ranks + servers > available:
         yield (
             "problem",
-            f"{available / GB:.1f} GB are available; {config.trainer.ranks} ranks need {ranks / GB:.1f} GB and "
+            f"{available / GB:.1f} GB are available, but {config.trainer.ranks} ranks need {ranks / GB:.1f} GB and "
             f"{len(plan.servers)} servers {servers / GB:.1f} GB, for {size / 1e6:.4g} million parameters",
             "use a smaller model, fewer servers or ranks, a smaller servers.max_total_tokens, or model.dtype=bfloat16",
         )
@@ -146,7 +147,7 @@ def memory(config: Config, model: Architecture) -> Iterator[Result]:
 
 
 def available_memory(groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that new processes can have: of the machine, and of the control group that this one is in."""
+    """Bytes available to new processes: of the machine, and within this process's control group."""
     available = 1024 * _fields(Path("/proc/meminfo"))["MemAvailable"]
     for folder, limit, used in (
         (groups, "memory.max", "memory.current"),
@@ -156,7 +157,7 @@ def available_memory(groups: Path = Path("/sys/fs/cgroup")) -> float:
             statistics = _fields(folder / "memory.stat")
             taken = int((folder / used).read_text()) - statistics["inactive_file"] - statistics["active_file"]
             available = min(available, int((folder / limit).read_text()) - taken)
-        except (OSError, ValueError):  # not in such a group, or without a limit ("max")
+        except (OSError, ValueError):  # no such control group, or no limit ("max")
             continue
     return available
 
@@ -181,7 +182,7 @@ def _device_memory(plan: Plan, rank: float, weights: float) -> Iterator[Result]:
             short = True
             yield (
                 "problem",
-                f"device {device} has {total / GB:.0f} GB; weights, gradients and optimizer state there take "
+                f"device {device} has {total / GB:.0f} GB, but its weights, gradients and optimizer state take "
                 f"{need / GB:.0f} GB",
                 "use a smaller model, model.dtype=bfloat16, or more devices by `placement`",
             )
@@ -190,7 +191,7 @@ def _device_memory(plan: Plan, rank: float, weights: float) -> Iterator[Result]:
 
 
 def _ledger_bytes(config: Config) -> float:
-    """Of the answers alone, if all are as long as they may be."""
+    """Size of the ledger's answers, if all have the maximum length."""
     between = (config.checkpoint.every or config.train.steps) + KEPT_STEPS
     steps = min(between, config.train.steps) + config.staleness.max + 1
     episodes = steps * config.train.batch_groups * config.group.size
@@ -198,10 +199,6 @@ def _ledger_bytes(config: Config) -> float:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the closest one above it that exists."""
+    """The folder itself, or its closest existing ancestor."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if os.path.isdir(parent))
-
-
-def _lists(plan: Plan) -> list[list[int]]:
-    return [list(devices) for devices in plan.servers]

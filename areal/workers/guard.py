@@ -1,14 +1,13 @@
-"""Starts one command and outlives everything that came of it: no orphans, even when the controller is killed.
+"""Runs one command and kills all its descendants at the end: no orphans remain even if the controller is killed.
 
     python -I -S guard.py LIFELINE_FD PARENT_PID command ...
 
-A program of its own that imports nothing of areal (it is ready after some 20 ms). The lifeline is the read end of a
-pipe whose write end the parent holds. The byte T on it means SIGTERM to the command's process group, any other byte
-or its end SIGKILL to all. The parent's death counts as its end, even where a fork of the parent still holds the write
-end. Being a subreaper, the guard inherits every descendant whose own parent ends, in whatever session or group it is,
-and kills these when the command has ended.
+A separate program that imports nothing of areal and starts in about 20 ms. The lifeline is the read end of a pipe whose
+write end the parent holds. The byte T on it sends SIGTERM to the command's process group; any other byte, end of file
+or the death of the parent (a fork of which may still hold the write end) sends SIGKILL to the whole tree. As a
+subreaper, the guard inherits every orphaned descendant, in any session or group, and kills it once the command ended.
 
-Exit code: that of the command, 128 + n when signal n ended it, 127 when it could not be started.
+Exit code: that of the command, 128 + n if signal n ended it, 127 if it could not be started.
 """
 
 import ctypes
@@ -26,7 +25,7 @@ TERMINATE = b"T"
 
 def main(lifeline: int, parent: int, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the command gets these itself; the guard stays until it has ended
+        signal.signal(number, signal.SIG_IGN)  # the command gets these itself; the guard must outlive it
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(lifeline, False)
     try:
@@ -50,22 +49,22 @@ def main(lifeline: int, parent: int, command: list[str]) -> int:
                 break
             os.killpg(pid, signal.SIGTERM)
     finally:
-        os.kill(pid, signal.SIGKILL)  # no effect on a command that has ended by itself: it is not reaped yet
+        os.kill(pid, signal.SIGKILL)  # safe even if the command has ended: it is not reaped yet
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         kill_descendants()
     return code if code >= 0 else 128 - code
 
 
 def die_with_guard() -> None:
-    """To be called by a command that is a program of areal: SIGKILL to its guard then ends it too."""
+    """Called by areal's own programs, so that they die even if the guard itself gets SIGKILL."""
     if guard := os.environ.pop(GUARD, ""):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != int(guard):  # it has died already
+        if os.getppid() != int(guard):  # it is already dead
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_descendants() -> None:
-    """End what is left of the tree. Each death hands the children of the dead to this process: repeat until none."""
+    """Kill what is left of the tree. This process inherits the children of each process it kills, so repeat."""
     while pids := children():
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

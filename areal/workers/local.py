@@ -1,7 +1,4 @@
-"""The workers of a run as child processes on this machine, or servers that run already.
-
-All of it is the same for a laptop and for GPUs; what differs is where the launchers put the processes.
-"""
+"""The workers of a run as child processes on this machine, or external servers. The same with and without GPUs."""
 
 from __future__ import annotations
 
@@ -31,11 +28,11 @@ from areal.workers.trainer.launcher import start_trainer
 log = logging.getLogger("areal")
 
 STOP_S = 1.0
-"""Seconds that servers have to end by themselves when a run stops; then they are killed."""
+"""Seconds that servers have to exit when a run stops, before they are killed."""
 
 
 def model_folder(path: str) -> Path:
-    """The folder of `model.path`; a hub name is downloaded. Blocks. Raises ConfigError."""
+    """The folder of `model.path`; downloads a hub name. Blocks. Raises ConfigError."""
     if not path:
         raise ConfigError("model.path is empty: set it to a folder in Hugging Face format, or to a hub name")
     if Path(path).is_dir() or path.count("/") != 1 or path.startswith((".", "/")):
@@ -44,14 +41,13 @@ def model_folder(path: str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(path))
-    except Exception as error:  # its own, and those of the HTTP library below
-        raise ConfigError(
-            f"model.path={path!r} is no folder, and as a hub name it could not be had ({type(error).__name__}: {error})"
-        ) from None
+    except Exception as error:  # of huggingface_hub or of its HTTP library
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"model.path={path!r} is not a folder, and could not be downloaded ({reason})") from None
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> set[int]:
-    """The ids that end an answer: those of config.json, generation_config.json and the tokenizer."""
+    """The end-of-sequence ids of config.json, generation_config.json and the tokenizer."""
     ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
@@ -94,7 +90,7 @@ class LocalWorkers:
         self._folder, self._life, self._version = folder, life, version
         self._weights = checkpoint or self._model
         self._origin = f"{folder.name}.{life}"
-        self._stack.callback(remove_stores, folder / "logs")  # once all that use one have ended
+        self._stack.callback(remove_stores, folder / "logs")  # runs last, after all their users
         architecture = await asyncio.to_thread(Architecture.read, self._model)
         self.vocab_size = architecture.vocab
         self._context = context_of(self._config, architecture, bool(self._placement.ranks))
@@ -150,12 +146,12 @@ class LocalWorkers:
         await self.stop_server(index)
         config = self._config.servers
         port = config.port + index if config.port else free_port()
-        key = secrets.token_urlsafe(32)  # a new one each time: it is sent to whatever listens on the port
+        key = secrets.token_urlsafe(32)  # a new one each time, because another process may be listening on the port
         child = self._children[index] = await launch_server(
             self._config,
             index,
             key=key,
-            # Of a checkpoint that was pruned since, nothing is needed: the fleet brings the server up to date.
+            # The checkpoint may have been pruned; any weights do, since the fleet brings the server up to date.
             model_path=str(self._weights if self._weights.exists() else self._model),
             label=make_label(self._origin, self._version),
             log_folder=self._folder / "logs",
@@ -177,11 +173,11 @@ class LocalWorkers:
         try:
             length = (await client.info()).context_length
         except ServerRefused as error:
-            raise ConfigError(f"servers.urls: {error}; with an API key of its own: set {SERVER_KEY} to that") from None
+            raise ConfigError(f"servers.urls: {error}; if it has an API key, set {SERVER_KEY} to it") from None
         if length < self._context:
             raise ConfigError(
-                f"servers.urls: {url} has a context of {length} tokens, the run one of {self._context}: start it with "
-                "--context-length, or lower model.context_length"
+                f"servers.urls: {url} has a context of {length} tokens, but the run needs {self._context}; start it "
+                "with --context-length, or lower model.context_length"
             )
         return client
 

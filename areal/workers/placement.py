@@ -1,4 +1,4 @@
-"""Which devices each SGLang server and each trainer rank gets. Decided, or refused, before anything starts."""
+"""Which devices each SGLang server and each trainer rank gets; decided before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVERS_A_CORE = 8
 class Plan:
     """`servers[i]` are the devices of server i (more than one: tensor parallel), `ranks[r]` is that of rank r.
 
-    Numbers count the devices that this process sees from 0. Without devices `ranks` and each server's are empty.
+    Devices are counted from 0 as this process sees them. On CPUs, `ranks` and all entries of `servers` are empty.
     """
 
     servers: tuple[tuple[int, ...], ...]
@@ -25,27 +25,27 @@ class Plan:
 
 
 def place(config: Config, devices: int | None = None) -> Plan:
-    """Place the servers that areal starts and all ranks on `devices` devices (0: on CPUs; None: those seen here).
+    """Place the servers that areal starts and all ranks on `devices` devices (0: CPUs; None: all visible GPUs).
 
-    What `placement` leaves open is filled in the order of device numbers: one device a rank, then one a server.
-    Raises ConfigError for what does not fit.
+    What `placement` leaves open is filled in device order: one device per rank, then one per server. Raises ConfigError
+    if they do not fit.
     """
     if devices is None:
         devices = count_devices()
     count = 0 if config.servers.urls else config.servers.count
     servers, ranks = config.placement.servers, config.placement.ranks
     if absent := sorted(device for device in chain(ranks, *servers) if device >= devices):
-        raise ConfigError(f"placement names device {absent[0]}, counted from 0; this machine has {_counted(devices)}")
+        raise ConfigError(f"placement names device {absent[0]} (from 0), but this machine has {_counted(devices)}")
     if devices == 0:
         if count > (most := SERVERS_A_CORE * (os.cpu_count() or 1)):
-            raise ConfigError(f"servers.count={count}: {most} at most make sense on the {os.cpu_count()} cores here")
+            raise ConfigError(f"servers.count={count}: {os.cpu_count()} cores can run at most {most} servers")
         return Plan(((),) * count, ())
     free = [device for device in range(devices) if device not in chain(ranks, *servers)]
     wanted = (0 if ranks else config.trainer.ranks) + (0 if servers else count)
     if wanted > len(free):
         raise ConfigError(
             f"trainer.ranks={config.trainer.ranks} and servers.count={count} need {wanted} more devices than "
-            f"`placement` names, one each; of {_counted(devices)} {len(free)} are left"
+            f"`placement` names; {len(free)} of {_counted(devices)} are free"
         )
     if not ranks:
         ranks, free = free[: config.trainer.ranks], free[config.trainer.ranks :]
@@ -55,22 +55,22 @@ def place(config: Config, devices: int | None = None) -> Plan:
 
 
 def count_devices() -> int:
-    """The GPUs that this process sees."""
+    """Number of GPUs visible to this process."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def visible(devices: Sequence[int], environment: Mapping[str, str] = os.environ) -> str:
-    """CUDA_VISIBLE_DEVICES of a child that gets `devices`: the machine's names of what is counted from 0 here."""
+    """CUDA_VISIBLE_DEVICES of a child that gets `devices`, which are counted as this process sees them."""
     here = environment.get("CUDA_VISIBLE_DEVICES")
     names = here.split(",") if here else None
     return ",".join(names[device] if names else str(device) for device in devices)
 
 
 def on_loopback(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that keep gloo's and NCCL's ports to the loopback interface: all that areal starts is on one machine,
-    and these ports ask nobody for a token. What this process has of them stays."""
+    """Variables that bind gloo's and NCCL's ports, which have no authentication, to the loopback interface. Values
+    already set in the environment are kept."""
     return {name: environment.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
 
 

@@ -1,7 +1,7 @@
-"""Start, watch and end a child process. No orphans: see `guard.py`, the small process between a child and this one.
+"""Start, watch and stop child processes. `guard.py` runs between a child and this process, so that no orphans remain.
 
 A Child belongs to no event loop: any thread's loop may start it, wait for it or stop it. No signal handler is
-installed, and nothing is shared between two controllers in one process.
+installed, and two controllers in one process share nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from areal.masking import mask, without_secrets
 
 GUARD = Path(__file__).with_name("guard.py")
 KILL_TIMEOUT_S = 5.0
-"""Seconds a tree may take to go after SIGKILL; only a process stuck in the kernel takes longer."""
+"""Time limit for a process tree to disappear after SIGKILL; only a process stuck in the kernel takes longer."""
 LISTENING, LOOPBACK, ANY = "0A", "0100007F", "00000000"
-"""A state and two addresses, as /proc/net/tcp has them on a little-endian machine."""
+"""A state and two addresses as /proc/net/tcp writes them on a little-endian machine."""
 FREE_PORTS = range(10000, 20000)
-"""Where free ports are looked for: below the ports (32768 and up) that the kernel gives to outgoing connections, one
-of which could take the place before a slow child binds it."""
+"""The range of free ports: below the ephemeral ports (32768 and up), one of which an outgoing connection could take
+before a slow child binds it."""
 
 
 class Child:
@@ -40,34 +40,33 @@ class Child:
         self.log = log
         self._lifeline = FileIO(lifeline, "w")
         self._exit: Future[int] = Future()
-        self._exit.set_running_or_notify_cancel()  # a cancelled `wait` must not cancel it for the others
+        self._exit.set_running_or_notify_cancel()  # cancelling one `wait` must not cancel the others
         try:
             threading.Thread(target=_reap, args=(process, self._exit), name=f"wait-{name}", daemon=True).start()
         except RuntimeError:  # no more threads
-            self._lifeline.close()  # which ends the command
+            self._lifeline.close()  # kills the command
             raise
 
     @classmethod
     def start(
         cls, name: str, command: Sequence[str], *, log: Path | str, env: Mapping[str, str] | None = None
     ) -> Child:
-        """Start `command` with `env` added to this process's environment.
+        """Start `command` with this process's environment without its secrets (`is_secret`), plus `env`.
 
-        Secrets of that environment are left out (`is_secret`), and files that the command makes are this user's
-        alone, sockets too. Standard output and error are appended to the file `log`, whose folder is made if needed. A
-        command that does not exist ends with code 127 and the reason in its log. Raises ProcessError when the machine
-        refuses a log, a process or a thread.
+        Files and sockets that the command creates are accessible to this user only. Output is appended to `log`, whose
+        folder is created if needed. A command that does not exist exits with code 127 and the reason in its log.
+        Raises ProcessError if no log, process or thread can be created.
         """
         log = Path(log)
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             return cls(name, log, *_spawn(command, log, env or {}))
-        except (OSError, RuntimeError) as error:  # for a restart, one failure among others
+        except (OSError, RuntimeError) as error:
             raise ProcessError(f"{name} did not start: {error}") from None
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; 128 + n when signal n ended it."""
+        """None while it runs; 128 + n if signal n ended it."""
         return self._exit.result() if self._exit.done() else None
 
     async def wait(self) -> int:
@@ -77,9 +76,9 @@ class Child:
         return code
 
     async def stop(self, grace_s: float = 10.0) -> int:
-        """SIGTERM to its process group, SIGKILL to all descendants after `grace_s`. May be repeated.
+        """Send SIGTERM to its process group, and SIGKILL to all descendants after `grace_s`. May be repeated.
 
-        Returns the exit code. Raises ProcessError when something survives even that for 5 seconds.
+        Returns the exit code. Raises ProcessError if a process survives SIGKILL for KILL_TIMEOUT_S.
         """
         self._tell(b"T")
         try:
@@ -93,11 +92,11 @@ class Child:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 return await self.wait()
         except TimeoutError:
-            raise ProcessError(f"{self.name} is not gone {KILL_TIMEOUT_S:g} s after SIGKILL; log: {self.log}") from None
+            raise ProcessError(f"{self.name} survived SIGKILL for {KILL_TIMEOUT_S:g} s; log: {self.log}") from None
 
     def kill(self) -> None:
-        """SIGKILL to the command and all its descendants; returns at once."""
-        self._tell(b"K")  # closing alone would not do while a fork of this process holds the other copy
+        """Send SIGKILL to the command and all its descendants, without waiting."""
+        self._tell(b"K")  # closing alone has no effect while a fork of this process holds a copy
         self._lifeline.close()
 
     def tail(self, lines: int = 20) -> str:
@@ -111,12 +110,12 @@ class Child:
         return ProcessError(f"{self.name} {what}; the last lines of {self.log}:\n{self.tail()}")
 
     def _tell(self, byte: bytes) -> None:
-        with suppress(BrokenPipeError, ValueError):  # it has ended, or was killed already
+        with suppress(BrokenPipeError, ValueError):  # it has ended or was killed
             self._lifeline.write(byte)
 
 
 def _spawn(command: Sequence[str], log: Path, env: Mapping[str, str]) -> tuple[int, subprocess.Popen[bytes]]:
-    """The lifeline's end, and the guard that runs `command` and watches the other end."""
+    """The write end of the lifeline, and the guard process that runs `command`."""
     read_end, write_end = os.pipe()
     try:
         with open(log, "ab") as output:
@@ -128,7 +127,7 @@ def _spawn(command: Sequence[str], log: Path, env: Mapping[str, str]) -> tuple[i
                 env={**without_secrets(os.environ), **env},
                 umask=0o077,
                 pass_fds=(read_end,),
-                start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
+                start_new_session=True,  # Ctrl-C in the terminal must reach the controller only
             )
     except BaseException:
         os.close(write_end)
@@ -143,7 +142,7 @@ def _reap(process: subprocess.Popen[bytes], exit: Future[int]) -> None:
 
 
 def check_port(port: int, host: str = "127.0.0.1") -> None:
-    """Raise ConfigError when `port` cannot be listened on."""
+    """Raise ConfigError if `port` cannot be listened on."""
     try:
         _bind(port, host).close()
     except OSError as error:
@@ -151,17 +150,17 @@ def check_port(port: int, host: str = "127.0.0.1") -> None:
 
 
 def check_owner(port: int) -> None:
-    """Raise ProcessError when another user listens on `port` of 127.0.0.1: one who took it before a slow child did."""
+    """Raise ProcessError if another user listens on `port` of 127.0.0.1, having taken it before a slow child did."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, _, state, _, _, _, owner, *_ = line.split()
         address, _, number = local.partition(":")
         if state == LISTENING and int(number, 16) == port and address in (LOOPBACK, ANY) and int(owner) != os.getuid():
-            raise ProcessError(f"port {port} was taken by user {owner} of this machine; start again, on another port")
+            raise ProcessError(f"port {port} was taken by user {owner} of this machine; restart on another port")
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different ports that nothing listens on now."""
-    start = random.SystemRandom().randrange(len(FREE_PORTS))  # not the program's seed: runs side by side may share it
+    """`count` distinct ports on which nothing is listening."""
+    start = random.SystemRandom().randrange(len(FREE_PORTS))  # not seeded: concurrent runs may share a seed
     ports: list[int] = []
     with ExitStack() as held:
         for port in (*FREE_PORTS[start:], *FREE_PORTS[:start]):
@@ -173,12 +172,12 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
                 continue
             ports.append(port)
     if len(ports) < count:
-        raise ConfigError(f"{count} free ports are needed on {host}, {len(ports)} were found in {FREE_PORTS}")
+        raise ConfigError(f"{count} free ports are needed on {host}, but {FREE_PORTS} has only {len(ports)}")
     return ports
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on now."""
+    """A port on which nothing is listening."""
     return free_ports(1, host)[0]
 
 
@@ -186,9 +185,9 @@ def _bind(port: int, host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is not "taken"
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: ignores TIME_WAIT
         listener.bind((host, port))
-        listener.listen()  # bind alone succeeds on a port that another socket with SO_REUSEADDR has bound
+        listener.listen()  # bind alone succeeds if another socket with SO_REUSEADDR has bound the port
     except BaseException:
         listener.close()
         raise

@@ -1,7 +1,7 @@
-"""What the controller asks of a server and of the trainer.
+"""The interfaces through which the controller uses servers and the trainer, and starts both (`Workers`).
 
-The real clients are `workers.rollout.client.SGLangClient` and `workers.trainer.client.HttpTrainer`; a simulation
-stands in at these two borders and nowhere else. `Workers` is who starts both.
+The real clients are `workers.rollout.client.SGLangClient` and `workers.trainer.client.HttpTrainer`. A simulation
+replaces these interfaces and nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal.types import Floats, Generation, Ints, Sampling, TensorSpec, TrainReq
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """`label` names the weights a server holds: "<run>.<life>:<version>", or anything else if not ours."""
+    """`label` names the weights on a server: "<run>.<life>:<version>", or anything else if areal did not load them."""
 
     label: str
     model_path: str
@@ -27,7 +27,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """A torch.distributed group for weight broadcast: rank 0 is the trainer's sender, rank 1.. are servers."""
+    """A torch.distributed group for broadcasting weights: rank 0 is the trainer's sender, ranks 1.. are servers."""
 
     name: str
     host: str
@@ -37,7 +37,7 @@ class WeightGroup:
 
 
 class ServerClient(Protocol):
-    """One SGLang server. Every method raises ServerLost (not reachable) or ServerRefused (error or garbage)."""
+    """One SGLang server. Every method raises ServerLost (unreachable) or ServerRefused (error or malformed answer)."""
 
     url: str
 
@@ -45,114 +45,96 @@ class ServerClient(Protocol):
 
     async def healthy(self) -> bool:
         """Whether the server answers its health check; False instead of ServerLost."""
-        ...
 
     async def generate(self, rid: str, input_ids: Ints, sampling: Sampling) -> Generation:
-        """Sample. `finish == "abort"` with partial output when it was aborted; versions come from the answer (I6)."""
-        ...
+        """Sample. An aborted request returns partial output with `finish == "abort"`. The server's answer gives the
+        version of each token (I6)."""
 
     async def abort(self, rid: str) -> None:
-        """Ask the server to abort `rid` (and whatever starts with it, so "" is all); no error when it is not known."""
-        ...
+        """Abort all requests whose id starts with `rid` ("" aborts all). No error for an unknown one."""
 
     async def pause(self) -> None:
-        """Stop sampling at once; what runs keeps its tokens and its connection, and what comes is held."""
-        ...
+        """Stop sampling at once. Requests in flight keep their tokens and connections; new ones wait."""
 
     async def resume(self) -> None:
-        """The end of a pause; no error when there is none."""
-        ...
+        """End a pause; no error if there is none."""
 
     async def load_disk(self, folder: str, label: str, *, abort: bool = True) -> None:
-        """Load the Hugging Face folder and take `label`. Running requests are aborted by the load, unless they are
-        paused and `abort` is False."""
-        ...
+        """Load the Hugging Face folder and set `label`. Requests in flight are aborted, unless the server is paused
+        and `abort` is False."""
 
     async def join_group(self, group: WeightGroup, rank: int) -> None:
         """Join a broadcast group; returns when all ranks have joined."""
-        ...
 
     async def load_group(self, group: str, specs: Sequence[TensorSpec], label: str) -> None:
-        """Receive `specs` in order from rank 0 of the group and take `label`."""
-        ...
+        """Receive `specs` in order from rank 0 of the group and set `label`."""
 
     async def leave_group(self, group: str) -> None: ...
 
     async def flush(self) -> None:
-        """Empty the KV cache; returns when the server says that it did."""
-        ...
+        """Empty the KV cache; returns when the server confirms it."""
 
     async def score(self, ids: Ints) -> Floats:
         """Log-probs [L] of the tokens themselves at temperature 1; entry 0 is 0."""
-        ...
 
     async def checksums(self) -> dict[str, str]:
-        """A checksum of each weight tensor, under the server's own name: to compare with the same server's only, since
-        it lays tensors together, pads and splits them."""
-        ...
+        """A checksum of each weight tensor under the server's own name. Comparable for one server only, because servers
+        merge, pad and split tensors."""
 
     async def scramble(self) -> None:
-        """Overwrite all weights with random numbers, so that a load shows what it does not set."""
-        ...
+        """Overwrite all weights with random numbers, so that a tensor missed by a load becomes visible."""
 
     async def close(self) -> None: ...
 
 
 class TrainerClient(Protocol):
-    """The trainer ranks as one. Every method raises TrainerError (names the rank)."""
+    """All trainer ranks together. Every method raises TrainerError, which names the rank."""
 
     data_parallel: int
 
     @property
     def lost(self) -> str:
-        """Why a rank is gone for good; "" while all are there."""
-        ...
+        """Why a rank has ended; "" while all are running."""
 
     async def train(self, request: TrainRequest) -> TrainStats:
-        """One step. VersionConflict when the ranks are elsewhere; a repeat of the last gets its stored answer."""
-        ...
+        """Take one step. Raises VersionConflict if the ranks are at another version; repeating the last step returns
+        its stored answer."""
 
     async def logprobs(self, sequences: Sequence[Ints]) -> list[Floats]:
         """Log-probs [L] of each sequence's tokens at temperature 1; entry 0 is 0."""
-        ...
 
     async def export(self, folder: str) -> None:
-        """Write the weights in Hugging Face format (config, tokenizer and safetensors), whole or not at all."""
-        ...
+        """Atomically write the weights in Hugging Face format (config, tokenizer and safetensors)."""
 
     async def stage(self, folder: str) -> None:
-        """Begin a checkpoint of the current version, for `folder`. Returns when weights and optimizer state are copied
-        aside: the next step may change them. One that was staged and not written is forgotten."""
-        ...
+        """Copy weights and optimizer state of the current version for a checkpoint at `folder`. The next step may start
+        once this returns. Replaces a checkpoint that was staged but not written."""
 
     async def write(self) -> None:
-        """Bring what was staged to disk while training goes on. `folder` appears whole or not at all, a model folder
-        from which the ranks can also go on exactly. Written or failed, what was staged is forgotten then."""
-        ...
+        """Write the staged checkpoint while training continues. Its folder appears atomically; it is a model folder
+        from which training can also resume exactly. Whether it succeeds or fails, nothing is staged afterwards."""
 
     async def specs(self) -> list[TensorSpec]:
-        """The tensors that `broadcast` sends, in its order."""
-        ...
+        """The tensors that `broadcast` sends, in the same order."""
 
     async def join_group(self, group: WeightGroup) -> None:
         """Join a broadcast group as rank 0; returns when all ranks have joined."""
-        ...
 
     async def broadcast(self, group: str) -> None:
-        """Send the current weights to the group, tensor by tensor."""
-        ...
+        """Send the current weights to the group, tensor by tensor. A failure also leaves the group."""
 
-    async def leave_group(self, group: str) -> None: ...
+    async def leave_group(self, group: str) -> None:
+        """No error if the group is not joined."""
 
     async def close(self) -> None: ...
 
 
 class Workers(Protocol):
-    """Starts the servers and ranks of one run, and ends them. The real ones are `workers.local.LocalWorkers`.
+    """Starts and stops the servers and ranks of one run. The real ones are `workers.local.LocalWorkers`.
 
-    inline: whether all of the run happens in one thread (a simulation). can_restart: whether a dead server can be
-    started again; else it belongs to somebody. The others are known once `start` has returned: group_backend is that
-    of torch.distributed for weight groups; context_length counts the tokens that a prompt and its answer may have.
+    inline: the whole run uses one thread (a simulation). can_restart: False for external servers. The others are set by
+    `start`: group_backend is the torch.distributed backend of weight groups; context_length is the maximum number of
+    tokens of a prompt with its answer.
     """
 
     inline: bool
@@ -164,40 +146,31 @@ class Workers(Protocol):
     template: Template | None
 
     def check(self) -> None:
-        """What can be refused before anything starts, ConfigError: model, placement, ports. Blocks."""
-        ...
+        """Check model, placement and ports before anything starts. Blocks. Raises ConfigError."""
 
     async def start(
         self, folder: Path, life: int, version: int, checkpoint: Path | None
     ) -> tuple[TrainerClient, list[ServerClient]]:
-        """Everything at once, side by side, at `version`: the weights of `checkpoint`, or of `model.path` when there is
-        none yet. folder: the run's. Raises ProcessError or TrainerError for what does not come up."""
-        ...
+        """Start everything concurrently, at `version`, with the weights of `checkpoint`, or of `model.path` if None.
+        folder: of the run. Raises ProcessError or TrainerError if something does not start."""
 
     async def restart_trainer(self, version: int, checkpoint: Path | None) -> TrainerClient:
-        """End what is left of the ranks and start them again, as `start` does. Raises TrainerError."""
-        ...
+        """Stop what is left of the ranks and restart them, as `start` does. Raises TrainerError."""
 
     def grow(self, config: Config) -> None:
-        """Take the placement of more servers than there were. Raises ConfigError when they do not fit. Blocks."""
-        ...
+        """Place additional servers. Blocks. Raises ConfigError if they do not fit."""
 
     async def start_server(self, index: int) -> ServerClient:
-        """End what is left of a server that ran before, start it, return once it is ready. Raises ProcessError."""
-        ...
+        """Stop what is left of this server, start it, and return once it is ready. Raises ProcessError."""
 
     async def connect(self, url: str) -> ServerClient:
-        """A server that somebody else runs. Raises ConfigError when it is not there or not the right one."""
-        ...
+        """Connect to an external server. Raises ConfigError if it is unreachable or unsuitable."""
 
     async def stop_server(self, index: int) -> None:
-        """End the process of a server; nothing for one that somebody else runs. Raises ProcessError."""
-        ...
+        """Stop the process of a server; does nothing for an external one. Raises ProcessError."""
 
     async def server_exited(self, index: int) -> str:
-        """Returns why, once the process of that server has ended."""
-        ...
+        """Wait for the process of a server to end, and return why it did."""
 
     async def close(self) -> None:
-        """End all of it."""
-        ...
+        """Stop all servers and ranks."""

@@ -1,14 +1,13 @@
-"""A service that answers its users through the model under training, and learns from their ratings.
+"""A service that answers its users with the model being trained, and learns from their ratings.
 
     python examples/agentic/embedded_service.py model.path=FOLDER
 
     POST /ask   {"question": "..."}            -> {"drafts": [{"id": "...", "text": "..."}, ...]}
     POST /rate  {"id": "...", "rating": 0.7}   -> 204
 
-Each question is a task, each draft an episode of its group, and the user's rating its reward: the agent simply
-awaits it. The Controller lives inside this program's event loop, beside the web server. At most
-(staleness.max + 1) x train.batch_groups questions are out at a time; one that nobody rates in episode.timeout_s is
-dropped and makes room.
+Each question is a task, each draft an episode of its group, and the user's rating its reward, which the agent awaits.
+The Controller runs in this program's event loop, beside the web server. At most (staleness.max + 1) x
+train.batch_groups questions are open at a time; a question that is not rated within episode.timeout_s is dropped.
 """
 
 import asyncio
@@ -20,16 +19,16 @@ from areal import Config, Controller, Episode, EpisodeError, Message, Task, laun
 
 DEFAULTS = {
     "name": "service",
-    "group.size": 2,  # two drafts of each answer: GRPO learns from their difference
+    "group.size": 2,  # two drafts per question: GRPO learns from their difference
     "group.min_members": 2,
     "train.batch_groups": 4,
     "train.minibatches": 1,
-    "train.steps": 1_000_000,  # for as long as it is asked
+    "train.steps": 1_000_000,  # practically unlimited
     "staleness.max": 8,
-    "episode.timeout_s": 300,  # a user may take five minutes to rate; later the question is dropped, not scored
-    "episode.retries": 0,  # a draft that nobody rated is not written again
-    "failures.infrastructure": 1_000_000,  # a draft that nobody rates runs out of time: no reason to end the service
-    "watchdog_s": 7 * 86400,  # nor is a week without a rating
+    "episode.timeout_s": 300,  # a user has five minutes to rate; after that the question is dropped, not scored
+    "episode.retries": 0,  # an unrated draft is not written again
+    "failures.infrastructure": 1_000_000,  # unrated drafts time out, which must not end the service
+    "watchdog_s": 7 * 86400,  # stop only after a week without progress
     "view": "plain",
 }
 
@@ -43,7 +42,7 @@ class Service:
         self.asked = 0
 
     async def tasks(self) -> AsyncIterator[Task]:
-        """The live data set: it never ends, and it waits when nobody asks."""
+        """The live data set: an endless stream of questions."""
         while True:
             yield await self.questions.get()
 
@@ -91,7 +90,7 @@ class Service:
         if not isinstance(rating, int | float) or not 0 <= rating <= 1:
             raise web.HTTPBadRequest(text=f"rating={rating!r}: expected a number from 0 to 1")
         if draft is None or draft.done():
-            raise web.HTTPNotFound(text=f"no draft {body.get('id')!r} waits for a rating")
+            raise web.HTTPNotFound(text=f"no draft {body.get('id')!r} is waiting for a rating")
         draft.set_result(float(rating))
         return web.Response(status=204)
 

@@ -1,11 +1,11 @@
 """A small model learns to use a search tool, by asynchronous reinforcement learning.
 
-    python examples/agentic/search_agent.py                                # a tiny model made on the spot, any CPU
+    python examples/agentic/search_agent.py                                # builds a tiny model, runs on any CPU
     python examples/agentic/search_agent.py model.path=Qwen/Qwen3-0.6B \\
         optimizer.lr=1e-6 sampling.max_new_tokens=512
 
-Who lives where is drawn anew for every question: nothing can be remembered, the model must search. To name a country
-it must search twice. Its warm start shows how a search is written, but mostly gives up, and stops as it likes.
+Who lives where is drawn at random for every question, so that the model cannot memorise facts and must search: once for
+a city, twice for a country. Only a quarter of the demonstrations in its warm start are right.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEFAULTS = {
     "sampling.max_new_tokens": 40,
     "optimizer.lr": 5e-4,
     "optimizer.schedule": "linear",
-    "optimizer.beta2": 0.99,  # near the end few groups still differ: a long memory keeps the rare gradient small
+    "optimizer.beta2": 0.99,  # near the end few groups have a gradient, and a long average keeps their updates small
     "episode.timeout_s": 120.0,
     "checkpoint.every": 0,
 }
@@ -51,7 +51,7 @@ WARM_START = {
 }
 TEST_QUESTIONS = 256
 
-# -- The world: people live in cities, cities belong to countries. All names are known, all facts are new each time.
+# -- The world: people live in cities, cities belong to countries. Names are fixed; facts are random for each question.
 
 PEOPLE = [
     a + b
@@ -71,7 +71,7 @@ def draw_facts(world: str) -> dict[str, tuple[str, str]]:
 
 
 def look_up(world: str, query: str) -> str:
-    """What the search finds: the fact, then one of another kind that nobody asked for."""
+    """The result of a search: the fact, then an irrelevant one of another kind."""
     facts = draw_facts(world)
     if query not in facts:
         return "Nothing found."
@@ -80,7 +80,7 @@ def look_up(world: str, query: str) -> str:
 
 
 def make_task(world: str) -> Task:
-    """A question about a world. `path` is what searches find one after the other; `searches` of them are needed."""
+    """A question about a world. `path` lists the person and what successive searches find; `searches` are needed."""
     rng, facts = random.Random(f"question {world}"), draw_facts(world)
     person = rng.choice(PEOPLE)
     city = facts[person][1]
@@ -89,11 +89,11 @@ def make_task(world: str) -> Task:
     return {"id": world, "question": question, "path": [person, city, facts[city][1]], "searches": searches}
 
 
-# -- The search service: a process of its own, with the latency of a busy web service.
+# -- The search service: a separate process, with the latency of a busy web service.
 
 
 async def serve() -> None:
-    """Answer searches until standard input ends. Prints its address first."""
+    """Print the address, then answer searches until standard input ends."""
 
     async def search(request: web.Request) -> web.Response:
         await asyncio.sleep(min(max(random.lognormvariate(-2.3, 1.0), 0.01), 2.0))  # median 0.1 s, long tail
@@ -111,7 +111,7 @@ async def serve() -> None:
 
 @asynccontextmanager
 async def search_service() -> AsyncIterator[aiohttp.ClientSession]:
-    """Start the service. It also ends with the pipe to its standard input, so that none is left however this ends."""
+    """Start the service. It exits when its standard input closes, so that it never outlives this process."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "serve", stdin=pipe, stdout=pipe, start_new_session=True
@@ -133,7 +133,7 @@ async def search_service() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def make_agent(service: aiohttp.ClientSession) -> Callable[[Episode, Task], Awaitable[float]]:
-    world: ContextVar[str] = ContextVar("world")  # each episode is an asyncio task, and has its own
+    world: ContextVar[str] = ContextVar("world")  # one per episode, since each episode is an asyncio task
 
     @tool
     async def search(query: str) -> str:
@@ -164,11 +164,11 @@ def make_agent(service: aiohttp.ClientSession) -> Callable[[Episode, Task], Awai
     return search_agent
 
 
-# -- The warm start of the tiny model: how a search is written, in conversations that are mostly bad.
+# -- The warm start of the tiny model: conversations that show how to write a search, most of them bad.
 
 
 def demonstrate(rng: random.Random) -> list[Message]:
-    """A conversation that gives up at once (68 %), or searches too little or too much (8 %), or is right (24 %)."""
+    """A conversation that does not search (68 %), searches too little or too much (8 %), or is right (24 %)."""
     task = make_task(f"demonstration {rng.random()}")
     path, right = task["path"], task["searches"]
     searches = rng.choices([0, 3 - right, right], [0.68, 0.08, 0.24])[0]
@@ -181,28 +181,28 @@ def demonstrate(rng: random.Random) -> list[Message]:
 
 
 def texts() -> list[str]:
-    """Texts with every word that the tiny model needs."""
+    """Texts that contain every word that the tiny model needs."""
     sentences = [f"{those[0]} {relation} {to[0]}." for relation, (those, to) in RELATIONS.items()]
     question = QUESTION.format(kind="city or country", person=PEOPLE[0])
     return [question, *sentences, "Nothing found.", "search", "unknown"]
 
 
 def weigh(tokenizer: Any, conversations: list[list[Message]]) -> list[tuple[list[int], list[float]]]:
-    """Token ids and loss weights: 1 for what the assistant says, and a little for the rest, where names recur."""
+    """Token ids and loss weights: 1 for the assistant's tokens, and little for the rest, in which names recur."""
     encoded = tokenizer.apply_chat_template(conversations, return_dict=True, return_assistant_tokens_mask=True)
     weights = [[1.0 if own else 0.03 for own in mask] for mask in encoded["assistant_masks"]]
     return list(zip(encoded["input_ids"], weights, strict=True))
 
 
 def warm_folder(config: Config) -> Path:
-    """Where the warm-started model of this seed is kept: another one after a change of what it is made from."""
+    """The cache folder of the warm-started model for this seed; its name changes with the source files."""
     sources = b"".join(path.read_bytes() for path in (Path(__file__), Path(__file__).with_name("tiny_model.py")))
     return Path(config.folder, f"warm-start-{zlib.crc32(sources):08x}-{config.seed}")
 
 
 async def warm_start(config: Config, folder: Path) -> None:
-    """Make a tiny model, train it on demonstrations and write it to `folder`."""
-    import tiny_model  # here, because it imports transformers, which takes seconds
+    """Build a tiny model, train it on demonstrations and write it to `folder`."""
+    import tiny_model  # imports transformers, which takes seconds
 
     rng = random.Random(f"demonstrations {config.seed}")
     with tempfile.TemporaryDirectory() as blank:
@@ -224,7 +224,7 @@ async def main(config: Config) -> None:
     async with search_service() as service, Controller(config) as controller:
         agent = make_agent(service)
         for label, greedy in {"success_before": False, "greedy_before": True}.items():
-            if controller.version == 0 and label not in controller.success:  # a resumed run may have it
+            if controller.version == 0 and label not in controller.success:  # a resumed run may already have it
                 await controller.evaluate(agent, test, label=label, greedy=greedy)
         await controller.train(agent, questions)
         await controller.evaluate(agent, test, label="success_after")

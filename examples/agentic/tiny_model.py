@@ -1,5 +1,5 @@
-"""A Qwen3 of 0.1 M parameters and a word-level tokenizer, built from nothing: what the search agent learns with
-on a machine that has no GPU and no downloaded model."""
+"""Builds a Qwen3 model with 0.1 M parameters and a word-level tokenizer, with which the search agent can train without
+a GPU and without downloading a model."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}
 """
-"""Qwen3's format without thinking and without the preamble that lists the tools."""
+"""Qwen3's format without thinking and without the list of tools."""
 
 
 def build_tokenizer(names: Sequence[str], texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer that has every name and every word of `texts` as one token, and bytes for all other text.
+    """A tokenizer with one token per name and per word of `texts`, and bytes for all other text.
 
-    A name never carries a space, so that the same token stands in a question, a query and a sentence: in
-    "Ada lives in Rome." the pieces are "Ada", " lives", " in ", "Rome", ".". Decoding gives back any text exactly.
+    A name never includes a space, so that questions, queries and sentences share its token: "Ada lives in Rome." is
+    split into "Ada", " lives", " in ", "Rome", ".". Decoding restores any text exactly.
     """
     literals = "|".join(re.escape(piece) for piece in JSON)
     pattern = rf"{literals}|[A-Z][a-z]+| ?[a-z]+(?: (?=[A-Z]))?|\s|[^\sA-Za-z]"
@@ -77,7 +77,7 @@ def build_tokenizer(names: Sequence[str], texts: Sequence[str]) -> PreTrainedTok
 
 
 def build_model(vocabulary: int, eos: int, pad: int, seed: int) -> Qwen3ForCausalLM:
-    """Qwen3 with weights from N(0, 1/sqrt(fan_in)): with the usual 0.02 copying forms three times later."""
+    """Qwen3 with weights from N(0, 1/sqrt(fan_in)); with the usual 0.02, copying takes three times as long to learn."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -85,7 +85,7 @@ def build_model(vocabulary: int, eos: int, pad: int, seed: int) -> Qwen3ForCausa
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # a head of 16 hands on too little to tell all names apart
+        head_dim=32,  # 16 is too small to distinguish all names
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,

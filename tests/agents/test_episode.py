@@ -97,7 +97,7 @@ async def test_other_misuse_is_named(qwen3: Model) -> None:
         await episode.chat([])
     with pytest.raises(EpisodeError, match="max_new_tokens=0"):
         await episode.generate([1], max_new_tokens=0)
-    with pytest.raises(EpisodeError, match="two tools are called 'search'"):
+    with pytest.raises(EpisodeError, match="two tools have the name 'search'"):
         await episode.chat([{"role": "user", "content": "?"}], tools=[search, tool(search.function)])
     with pytest.raises(EpisodeError, match=r"'mine', which episode\.chat never returned"):
         await episode.run_tools({"tool_calls": [{"id": "mine", "function": {"name": "search", "arguments": "{}"}}]})
@@ -227,7 +227,7 @@ async def test_a_malformed_call_is_told_to_the_model_and_seen_by_the_agent(qwen3
     contents = [message["content"] for message in await episode.run_tools(reply)]
     assert contents == [
         "Error: this call was not run: bad JSON: Expecting value at character 42",
-        "Error: this call was not run: there is no tool 'find'; there is search",
+        "Error: this call was not run: there is no tool 'find'; available: search",
     ]
 
 

@@ -31,7 +31,7 @@ def test_an_argument_that_the_template_does_not_use_is_refused(qwen3: Model) -> 
 
 @pytest.mark.parametrize(
     ("source", "says"),
-    [("{{ messages[0].content }}", "leaves out an assistant's content"), ("{{ messages.what() }}", "cannot render")],
+    [("{{ messages[0].content }}", "omits an assistant's content"), ("{{ messages.what() }}", "cannot render")],
 )
 def test_a_template_that_cannot_be_continued_is_refused_before_the_start(
     tmp_path: Path, source: str, says: str

@@ -215,7 +215,7 @@ def test_tags_inside_a_json_string_are_text() -> None:
         (call('{"arguments": {}}'), "a call is"),
         (call('{"name": "search"}'), '"arguments" must be an object'),
         (call('{"name": "search", "arguments": "Paris"}'), '"arguments" must be an object'),
-        (call('{"name": "find", "arguments": {"query": "Paris"}}'), "there is no tool 'find'; there is search"),
+        (call('{"name": "find", "arguments": {"query": "Paris"}}'), "there is no tool 'find'; available: search"),
         (call('{"name": "search", "arguments": {}}'), "query is missing"),
         ('<tool_call>\n{"name": "search", "arguments": {"query": "Paris"}}', "no </tool_call>"),
         ("<tool_call>", "no </tool_call>"),

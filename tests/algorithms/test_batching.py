@@ -88,7 +88,9 @@ def test_late_tokens_leave_the_loss_and_a_sequence_without_loss_leaves_the_batch
 def test_a_late_token_is_an_error_where_the_scheduler_drops_late_groups() -> None:
     """I2, late="drop"."""
     old = batch([(1.0, [[-1, 5]]), (0.0, [[-1, 2, 5]])])
-    with pytest.raises(ValueError, match=r"group 7, member 1: a token of version 2 is older than max_staleness=2"):
+    with pytest.raises(
+        ValueError, match=r"group 7, member 1: a token of version 2 is stale in the step from version 5"
+    ):
         flat(old, late="drop")
     assert flat(old, max_staleness=3, late="drop").loss_weights.sum() == 3
 

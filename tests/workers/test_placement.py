@@ -30,13 +30,17 @@ def test_placed(settings: list[str], devices: int, plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("settings", "devices", "message"),
     [
-        ([], 1, "trainer.ranks=1 and servers.count=1 need 2 .* of 1 device 1 are left"),
-        (["servers.count=7", "trainer.ranks=2"], 8, "trainer.ranks=2 and servers.count=7 need 9 .* of 8 devices 8"),
-        (["placement.servers=[[0, 1]]", "trainer.ranks=2"], 3, "need 2 .* of 3 devices 1 are left"),
-        (["placement.ranks=[0, 1]", "trainer.ranks=2", "servers.count=2"], 3, "need 2 .* of 3 devices 1 are left"),
-        (["placement.ranks=[4]"], 4, "device 4, counted from 0; this machine has 4 devices"),
-        (["placement.servers=[[1]]"], 1, "device 1, counted from 0; this machine has 1 device$"),
-        (["placement.servers=[[0]]"], 0, "device 0, counted from 0; this machine has 0 devices"),
+        ([], 1, "trainer.ranks=1 and servers.count=1 need 2 .* 1 of 1 device are free"),
+        (
+            ["servers.count=7", "trainer.ranks=2"],
+            8,
+            "trainer.ranks=2 and servers.count=7 need 9 .* 8 of 8 devices are free",
+        ),
+        (["placement.servers=[[0, 1]]", "trainer.ranks=2"], 3, "need 2 .* 1 of 3 devices are free"),
+        (["placement.ranks=[0, 1]", "trainer.ranks=2", "servers.count=2"], 3, "need 2 .* 1 of 3 devices are free"),
+        (["placement.ranks=[4]"], 4, "device 4 .from 0., but this machine has 4 devices"),
+        (["placement.servers=[[1]]"], 1, "device 1 .from 0., but this machine has 1 device$"),
+        (["placement.servers=[[0]]"], 0, "device 0 .from 0., but this machine has 0 devices"),
     ],
 )
 def test_refused(settings: list[str], devices: int, message: str) -> None:

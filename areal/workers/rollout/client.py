@@ -3,11 +3,11 @@
     client = SGLangClient(url, origin="search.0", vocab_size=151936)   # inside a running loop
     generation = await client.generate(rid, input_ids, Sampling(max_new_tokens=64))
 
-An answer is taken whole or refused: ids, log-probs and version spans must be there and agree in length (I5, I6), and
-every span must carry a label of this run and life. Answers are parsed on the event loop, the largest too: orjson
-holds the GIL, so that a thread would not free the loop, and 4,096 tokens (160 kB) take about 1 ms.
+An answer is checked before use: ids, log-probs and version spans must be present and agree in length (I5, I6), and
+every span must carry a label of this run and life. Answers are parsed on the event loop: orjson holds the GIL, so a
+thread would not help, and 4,096 tokens (160 kB) take about 1 ms.
 
-The client sets no deadline on `generate`; its caller has one. Other calls end after `timeout_s`.
+The caller of `generate` sets its deadline. Other calls time out after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ABORT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 3.0
 """SGLang closes an idle connection after 5 s; a request sent at that moment would be lost."""
 FLUSH_WAIT_S = 1.0
-"""How long the server itself waits to become idle, in one /flush_cache call."""
+"""How long the server waits to become idle in one /flush_cache call."""
 FLUSH_PAUSE_S = 0.05
 UNUSABLE_TOKENS = 6
-"""Tokens of its context that SGLang leaves free: it refuses a prompt that would use them (also one that continues)."""
+"""Tokens of its context that SGLang reserves: it refuses a prompt that would use them."""
 
 
 def make_label(origin: str, version: int) -> str:
@@ -43,26 +43,26 @@ def make_label(origin: str, version: int) -> str:
 
 
 def version_of(label: str, origin: str) -> int | None:
-    """The version that `label` names, or None when it is not a label of `origin`."""
+    """The version that `label` names, or None if it is not a label of `origin`."""
     head, _, tail = label.rpartition(":")
     return int(tail) if head == origin and tail.isascii() and tail.isdigit() else None
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session without a limit of connections. Call it inside the running loop, and close it."""
+    """A session without a connection limit. Call it inside the running loop, and close it."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         cookie_jar=aiohttp.DummyCookieJar(),
-        read_bufsize=2**20,  # an answer of 4,096 tokens without pausing the transport
+        read_bufsize=2**20,  # holds an answer of 4,096 tokens without pausing the transport
     )
 
 
 class SGLangClient:
-    """One server (see `ServerClient`). `session` may be shared by many clients; without one the client owns its own.
+    """One server (see `ServerClient`). Clients may share a `session`; by default each has its own.
 
-    origin: "<run>.<life>", the head of this life's labels. vocab_size: rows of the embedding; an id outside
-    would end the whole server, so it is an EpisodeError here. key: the server's API key, sent with every call.
+    origin: "<run>.<life>", the prefix of this life's labels. vocab_size: rows of the embedding; an id outside of it
+    would crash the server, so it raises EpisodeError here. key: the server's API key.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class SGLangClient:
                 "temperature": sampling.temperature,
                 "stop_token_ids": sampling.stop_token_ids,
                 "ignore_eos": sampling.ignore_eos,
-                "sampling_seed": sampling.seed,  # of effect with --enable-deterministic-inference only
-                # said outright: a model's generation_config.json may set others, which the ranks could not reproduce
+                "sampling_seed": sampling.seed,  # only used with --enable-deterministic-inference
+                # explicit, because generation_config.json may set values that the ranks could not reproduce
                 "top_p": 1.0,
                 "top_k": -1,
                 "min_p": 0.0,
@@ -154,7 +154,7 @@ class SGLangClient:
         await self._succeed("/init_weights_update_group", body)
 
     async def load_group(self, group: str, specs: Sequence[TensorSpec], label: str) -> None:
-        await self.abort("")  # begin waits for whatever still runs
+        await self.abort("")  # _begin waits for all running requests
         session = await self._begin()
         body = {
             "names": [spec.name for spec in specs],
@@ -173,7 +173,7 @@ class SGLangClient:
                 if session:
                     await self._succeed("/end_weight_update", {})
                 raise
-        # When cancelled here the server may hang in the broadcast: the session stays open, and `_begin` closes it.
+        # If this is cancelled, the server may hang in the broadcast. The session stays open until the next `_begin`.
         if session:
             await self._succeed("/end_weight_update", {})
         if not_flushed:
@@ -187,11 +187,10 @@ class SGLangClient:
         try:
             async with asyncio.timeout(self.timeout_s):
                 while (await self._send(path, {}))[0] != 200:
-                    # A request whose abort was lost still runs; nothing else may, since the gate is closed.
-                    await self.abort("")
-                    await asyncio.sleep(FLUSH_PAUSE_S)  # where a server refuses at once
+                    await self.abort("")  # the server is not accepting requests, so only a lost abort can be running
+                    await asyncio.sleep(FLUSH_PAUSE_S)  # some servers refuse at once
         except TimeoutError:
-            raise self._refused(path, f"the KV cache could not be emptied within {self.timeout_s:g} s") from None
+            raise self._refused(path, f"the KV cache was not emptied within {self.timeout_s:g} s") from None
 
     async def score(self, ids: Ints) -> Floats:
         self._check_ids(ids)
@@ -208,7 +207,7 @@ class SGLangClient:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._refused("/generate", f"no log-probs of the prompt ({error!r})") from None
         if len(logprobs) != len(ids):
-            raise self._refused("/generate", f"{len(logprobs)} log-probs of a prompt of {len(ids)} tokens")
+            raise self._refused("/generate", f"{len(logprobs)} log-probs for a prompt of {len(ids)} tokens")
         return logprobs
 
     async def checksums(self) -> dict[str, str]:
@@ -239,7 +238,7 @@ class SGLangClient:
             count = len(ids)
             finish = meta["finish_reason"]["type"]
             triples: list[Any] = meta["output_token_logprobs"] if count else []
-            # array() refuses a null or a fraction, which numpy would make nan and an integer
+            # array() refuses nulls and fractions, which numpy would convert
             logprobs = np.frombuffer(array("f", [triple[0] for triple in triples]), np.float32)
             spans = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]] if count else []
             output_ids = np.frombuffer(array("i", ids), np.int32)
@@ -250,7 +249,7 @@ class SGLangClient:
                 if version is None:
                     raise self._refused("/generate", f"sampled by weights {label!r}, not by {self.origin}")
                 if start != end or stop < start:
-                    raise self._refused("/generate", f"version spans with a hole or an overlap: {spans}")
+                    raise self._refused("/generate", f"version spans with a gap or an overlap: {spans}")
                 versions[start:stop] = version
                 end = stop
             cached = int(meta.get("cached_tokens", 0))
@@ -259,8 +258,8 @@ class SGLangClient:
         if not len(triples) == end == count:
             raise self._refused("/generate", f"{count} tokens, {len(triples)} log-probs, versions of {end} tokens")
         if count and (triples[0][1] != ids[0] or triples[-1][1] != ids[-1]):
-            raise self._refused("/generate", "the log-probs are not of the tokens")
-        if count and np.maximum.reduce(output_ids.view(np.uint32)) >= self.vocab_size:  # a negative one is a huge one
+            raise self._refused("/generate", "the log-probs do not belong to the tokens")
+        if count and np.maximum.reduce(output_ids.view(np.uint32)) >= self.vocab_size:  # negative ids become huge
             raise self._refused("/generate", f"a token outside the vocabulary of {self.vocab_size}")
         if finish not in ("stop", "length", "abort"):
             raise self._refused("/generate", f"unknown finish reason {finish!r}")
@@ -270,16 +269,16 @@ class SGLangClient:
 
     def _check_ids(self, ids: Ints) -> None:
         if not len(ids):
-            raise EpisodeError("a prompt without tokens; give at least one")
-        if np.maximum.reduce(ids.view(np.uint32)) >= self.vocab_size:  # a negative id is a huge one
+            raise EpisodeError("the prompt has no tokens; it needs at least one")
+        if np.maximum.reduce(ids.view(np.uint32)) >= self.vocab_size:  # negative ids become huge
             wrong = ids[(ids < 0) | (ids >= self.vocab_size)][0]
             raise EpisodeError(
                 f"token id {wrong} in the prompt is outside the vocabulary of {self.vocab_size}; "
-                "was it made by another model's tokenizer?"
+                "does it come from another model's tokenizer?"
             )
 
     async def _begin(self) -> bool:
-        """Open a weight-update session; False when this SGLang has none."""
+        """Open a weight-update session; False if this version of SGLang has none."""
         status, answer = await self._within("/begin_weight_update", {}, self.timeout_s)
         if status == 404:
             return False
@@ -291,7 +290,7 @@ class SGLangClient:
         return True
 
     async def _finish_load(self, label: str) -> None:
-        """The weights are new, but old KV is there and half of the server reports the old label."""
+        """Complete a load without flush: the KV cache is old, and part of the server reports the old label."""
         await self.flush()
         body = {"new_version": label, "abort_all_requests": False}
         await self._ok("/update_weight_version", body, self.timeout_s)
@@ -324,7 +323,7 @@ class SGLangClient:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
 
     async def _send(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
-        """POST `body`, or GET when it is None: (status, answer)."""
+        """POST `body`, or GET if it is None: (status, answer)."""
         method, payload = "GET", None
         if body is not None:
             data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -332,7 +331,7 @@ class SGLangClient:
         try:
             async with self._session.request(method, self.url + path, data=payload, headers=self._headers) as response:
                 return response.status, await response.read()
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # the last: of an address that cannot be one
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: invalid address
             raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from None
 
     def _refused(self, path: str, why: str) -> ServerRefused:
@@ -340,7 +339,7 @@ class SGLangClient:
 
 
 def _not_flushed(error: ServerRefused) -> bool:
-    """Whether the new weights are in place, and only the old KV cache is left (SGLang answers 400)."""
+    """Whether the new weights are loaded but the KV cache is not flushed (SGLang answers 400)."""
     return "cache was not flushed" in str(error)
 
 

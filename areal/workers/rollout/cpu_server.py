@@ -2,12 +2,12 @@
 
     AREAL_SERVER_KEY=... python -m areal.workers.rollout.cpu_server --model-path DIR --port N [flags of SGLang]
 
-SGLang 0.5.23 imports two modules that have no build for such a machine: `sgl_kernel` (CUDA kernels, of which dense
-models on torch's attention call none) and `torchvision` (image transforms; PyPI's build is linked to CUDA). Here any
-name can be imported from them, and calling it raises. Nothing installed is changed. It is closed as `server.py` says.
+SGLang 0.5.23 imports two modules that have no build for such a machine: `sgl_kernel` (CUDA kernels, none of which a
+dense model with torch's attention calls) and `torchvision` (image transforms; PyPI's build is linked to CUDA). Stubs
+replace them, whose functions raise when called. No installed file is changed. Access is restricted as in `server.py`.
 
-It also starts in half the time. SGLang spawns its scheduler and detokenizer, each of which imports everything again,
-because a process that uses CUDA cannot fork. Here both are forked; at that moment there is only one thread.
+It also halves the startup time. SGLang spawns its scheduler and detokenizer, which import everything again, because a
+process that uses CUDA cannot fork. Here both are forked, while the process still has a single thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from areal.workers.trainer.architecture import FAMILIES
 
 
 class Missing(types.ModuleType):
-    """A package from which every name can be imported; what it gives raises when it is called."""
+    """A stub package from which any name can be imported; calling what was imported raises."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -49,19 +49,18 @@ class Missing(types.ModuleType):
 
 
 def prepare() -> None:
-    """Set this process up; to be called before anything of SGLang is imported."""
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # what SGLang goes by, not whether CUDA is there
+    """Set up this process. Call it before importing anything of SGLang."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # SGLang does not detect the absence of CUDA
     sglang = importlib.machinery.PathFinder.find_spec("sglang")
     if sglang is None or sglang.origin is None:
-        raise SystemExit("SGLang is not installed; `make install` does that")
-    # SGLang imports all models it knows, some 200 modules, to find one.
+        raise SystemExit("SGLang is not installed; run `make install`")
+    # To find one model, SGLang would import all it knows, some 200 modules.
     models = {file.stem for file in (Path(sglang.origin).parent / "srt" / "models").glob("*.py")}
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(models - set(FAMILIES))))
 
     from transformers.utils import is_torchvision_available
 
-    # The answer is cached: transformers must go on seeing torchvision as absent.
-    if not is_torchvision_available():
+    if not is_torchvision_available():  # caches the answer, so that transformers does not use the stub
         vision: Any = Missing("torchvision")
         vision.transforms = Missing("torchvision.transforms")
         vision.transforms.functional = Missing("torchvision.transforms.functional")
@@ -71,7 +70,7 @@ def prepare() -> None:
 
 def main(arguments: list[str]) -> None:
     die_with_guard()
-    gc.disable()  # imports make a million objects, of which hardly any is garbage
+    gc.disable()  # imports create a million objects and hardly any garbage
     prepare()
     close_store()
     from sglang.launch_server import run_server
@@ -85,7 +84,7 @@ def main(arguments: list[str]) -> None:
     allow_on_cpu()
     args = prepare_server_args(["--device", "cpu", "--attention-backend", "torch_native", *arguments])
     close_http(args)
-    importlib.import_module("sglang.srt.entrypoints.http_server")  # all that is left to import before the fork
+    importlib.import_module("sglang.srt.entrypoints.http_server")  # import the rest before the fork
     gc.freeze()
     gc.enable()
     try:

@@ -1,4 +1,4 @@
-"""Starts one SGLang server as a child process and waits until it answers."""
+"""Starts an SGLang server as a child process and waits until it is ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal.workers.trainer.architecture import Architecture
 
 HOST = "127.0.0.1"
 CPU_KV_TOKENS = 32768
-"""KV cache on a CPU unless servers.max_total_tokens says otherwise; SGLang would take most of the memory."""
+"""Default KV cache on a CPU, where SGLang's own default would take most of the memory."""
 POLL_S = 0.1
 
 
@@ -36,11 +36,11 @@ async def launch_server(
     port: int,
     devices: Sequence[int] = (),
 ) -> Child:
-    """Start server `index` with the weights in `model_path` under the name `label`; `wait_ready` comes next.
+    """Start server `index` with the weights in `model_path`, labelled `label`; call `wait_ready` next.
 
-    It listens on `port` of the loopback address, asks for `key`, and logs to `server-<index>.log`. `devices`: its
-    GPUs (more than one: tensor parallel), none for a CPU. Raises ConfigError when the model or the port will not do,
-    and ProcessError when the machine refuses the process; nothing has started then.
+    It listens on `port` of the loopback address, requires `key`, and logs to `server-<index>.log`. `devices`: its GPUs
+    (more than one: tensor parallel), none for a CPU. Raises ConfigError for an unusable model or port, and ProcessError
+    if the process cannot be started.
     """
     check_model(model_path, config.model.context_length)
     check_port(port, HOST)
@@ -55,8 +55,8 @@ async def launch_server(
 async def wait_ready(client: ServerClient, child: Child, timeout_s: float) -> None:
     """Return when the server answers its health check.
 
-    Raises ProcessError, with the last lines of the log, when the process ends first or `timeout_s` passes. Ending a
-    process that is too slow is left to the caller.
+    Raises ProcessError, with the last lines of the log, if the process ends first or `timeout_s` passes. The caller
+    must stop a process that timed out.
     """
     ended = asyncio.ensure_future(child.wait())
     try:
@@ -73,26 +73,26 @@ async def wait_ready(client: ServerClient, child: Child, timeout_s: float) -> No
 
 
 def kv_tokens(servers: Servers, on_gpus: bool) -> int:
-    """Size of the KV cache in tokens of a server that areal starts; 0 where it is not areal that decides."""
+    """KV cache size in tokens of a server that areal starts; 0 if SGLang decides, or the server is external."""
     if servers.urls:
         return 0
     return servers.max_total_tokens or (0 if on_gpus else CPU_KV_TOKENS)
 
 
 def context_of(config: Config, model: Architecture, on_gpus: bool) -> int:
-    """The longest sequence in tokens: SGLang refuses a prompt that its cache could not hold. Raises ConfigError when
-    that is less than an explicit model.context_length."""
+    """The maximum sequence length in tokens, at most the KV cache, since SGLang refuses longer prompts. Raises
+    ConfigError if an explicit model.context_length is larger."""
     wanted, held = config.model.context_length, kv_tokens(config.servers, on_gpus)
     if held and wanted > held:
         raise ConfigError(
             f"model.context_length={wanted} is more than a server's KV cache, servers.max_total_tokens={held}; raise "
-            "that, or lower the context"
+            "the latter or lower the former"
         )
     return wanted or (min(model.context, held) if held else model.context)
 
 
 def command(config: Config, *, model_path: Path | str, label: str, port: int, devices: Sequence[int] = ()) -> list[str]:
-    """The command line of a server; SGLang takes the last of repeated flags, so that servers.args may override."""
+    """The command line of a server. SGLang takes the last of repeated flags, so servers.args can override."""
     servers = config.servers
     module = "areal.workers.rollout.server" if devices else "areal.workers.rollout.cpu_server"
     flags: dict[str, object] = {
@@ -115,34 +115,32 @@ def command(config: Config, *, model_path: Path | str, label: str, port: int, de
         "-m",
         module,
         *(str(part) for flag in flags.items() for part in flag),
-        "--skip-tokenizer-init",  # token ids in, token ids out: nothing is decoded
+        "--skip-tokenizer-init",  # requests and answers are token ids
         "--skip-server-warmup",
-        "--sleep-on-idle",  # else a server without requests takes a whole core
+        "--sleep-on-idle",  # else an idle server keeps a core busy
         *servers.args,
     ]
 
 
 def environment(devices: Sequence[int] = ()) -> dict[str, str]:
-    """Variables that a server gets on top of this process's own."""
+    """Variables added to the environment of a server."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else each health check waits a second for a token
-        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until a closed connection is noticed; 4 by default
+        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",  # seconds until a closed connection is noticed (default 4)
         **on_loopback(),
     }
     if devices:
         variables["CUDA_VISIBLE_DEVICES"] = visible(devices)
     else:
-        # More threads than free cores make decoding of small models 5 to 30 times slower.
+        # With more threads than free cores, small models decode 5 to 30 times slower.
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return variables
 
 
 def check_model(path: Path | str, context_length: int = 0) -> None:
-    """Raise ConfigError unless the folder holds a model that servers and ranks can load.
-
-    That is: config.json of a known family, all its safetensors files, and room for `context_length` tokens.
-    """
+    """Raise ConfigError unless the folder holds a model that servers and ranks can load: a config.json of a known
+    family, all safetensors files, and positions for `context_length` tokens."""
     folder = Path(path)
     positions = Architecture.read(folder).context
     if context_length > positions:

@@ -1,8 +1,8 @@
 """Seeded sampling on a CPU, for --enable-deterministic-inference.
 
-SGLang draws a token by noise that is a hash of the request's seed, the token's position and its id. Its hash for CPUs
-is in a package that has no build here, and its batch-invariant kernels are for GPUs: on a CPU the last bits of a
-log-prob can depend on what else is in the batch. So the same weights give the same tokens but for near ties.
+SGLang samples with noise that is a hash of the request's seed, the token's position and its id. Its hash for CPUs is in
+a package without a build for CPUs only, and its batch-invariant kernels need a GPU: on a CPU, the last bits of a
+log-prob can depend on the rest of the batch. The same weights therefore give the same tokens, except for near ties.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MASK = 0xFFFFFFFF
 
 
 def allow_on_cpu() -> None:
-    """To be called once, before SGLang reads its arguments."""
+    """Call it once, before SGLang reads its arguments."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
 
@@ -36,7 +36,7 @@ def hash_of(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) 
 def murmur3(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """MurmurHash3_x86_32 (Appleby) with seed 0 of 4-byte blocks: int64 tensors below 2**32, broadcast.
 
-    Products wrap at 64 bits, which leaves their low 32 as they are.
+    Products wrap at 64 bits, which does not change their low 32 bits.
     """
     h = torch.zeros((), dtype=torch.int64)
     for block in blocks:

@@ -1,13 +1,13 @@
-"""Runs the stock SGLang server, closed to everybody who does not have this run's key.
+"""Runs the stock SGLang server, accessible only with this run's key.
 
     AREAL_SERVER_KEY=... python -m areal.workers.rollout.server --model-path DIR --port N [flags of SGLang]
 
-It does what `python -m sglang.launch_server --api-key ...` does, except that
+Like `python -m sglang.launch_server --api-key ...`, except that
 
-- the key comes from the environment: a command line is shown by `ps` to every user, and SGLang logs its arguments;
-- every path asks for it, where SGLang leaves /health, /health_generate and /metrics open;
-- a store of torch.distributed that was given a loopback address is there only, not on all of them; and the first one
-  of a process, its own, is no port but in the file that AREAL_STORE names.
+- the key comes from the environment, because `ps` shows command lines to every user and SGLang logs its arguments;
+- every path requires it; SGLang leaves /health, /health_generate and /metrics open;
+- a store of torch.distributed with a loopback address listens only there, not on all addresses; and the server's own
+  store is not a port but the file that AREAL_STORE names.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 from areal.workers.guard import die_with_guard
 
 SERVER_KEY = "AREAL_SERVER_KEY"
-"""Environment variable with the API key of servers: of those that areal starts, and of those in servers.urls."""
+"""Environment variable with the API key of the servers that areal starts, and of those in servers.urls."""
 
 
 class Key(str):
-    """Text that is never shown; SGLang logs the repr of its arguments."""
+    """A string whose repr hides it, because SGLang logs the repr of its arguments."""
 
     def __repr__(self) -> str:
         return "'***'"
 
 
 def close_http(args: Any) -> None:
-    """Let every request of the server that `args` are for need the key."""
+    """Make the server with arguments `args` require the key for every request."""
     key = os.environ.pop(SERVER_KEY, "")
     if not key:
-        raise SystemExit(f"{SERVER_KEY} is not set: a server without a key would obey anybody; set it to a secret")
+        raise SystemExit(f"{SERVER_KEY} is not set: without a key, any user could control the server; set a secret")
     args.api_key = Key(key)
 
     from sglang.srt.utils import auth
@@ -48,11 +48,11 @@ def close_http(args: Any) -> None:
         return auth.AuthDecision(allowed=hmac.compare_digest(given, expected))
 
     auth.decide_request_auth = decide
-    auth._get_auth_level_from_app_and_scope = lambda *_: None  # it would match each request with a hundred routes
+    auth._get_auth_level_from_app_and_scope = lambda *_: None  # slow: matches each request with a hundred routes
 
 
 def close_store() -> None:
-    """Keep the stores of this process to a file, or to the address that they are given."""
+    """Restrict the stores of this process to a file, or to the address that they are given."""
     import torch.distributed as dist
 
     from areal.workers.store import STORE, is_loopback, open_store
@@ -60,11 +60,11 @@ def close_store() -> None:
     def create(
         hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
     ) -> dist.Store:
-        if (file := os.environ.pop(STORE, "")) and is_loopback(hostname):  # else ranks on other machines may come
+        if (file := os.environ.pop(STORE, "")) and is_loopback(hostname):  # else ranks on other machines may join
             return dist.PrefixStore(str(port), dist.FileStore(file, world_size))
         return open_store(hostname, port, world_size, is_master=rank == 0, timeout=timeout, use_libuv=use_libuv)
 
-    # The name is also that of a function in torch.distributed, which hides the module.
+    # A function of the same name in torch.distributed hides the module.
     importlib.import_module("torch.distributed.rendezvous")._create_c10d_store = create  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,6 @@
-"""What a model folder says about itself: `Architecture` of its config.json, `Saved` of a checkpoint's trainer state.
+"""Metadata of a model folder: `Architecture` from config.json, `Saved` from a checkpoint's trainer state.
 
-Reads plain JSON: neither torch nor transformers nor Megatron is imported, so that the controller can refuse a folder
-before anything starts.
+Imports neither torch nor transformers nor Megatron, so that the controller can check a folder before anything starts.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ from typing import Any
 from areal.errors import ConfigError, TrainerError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of `model_type` that the ranks can build."""
+"""Supported values of `model_type`."""
 
 TRAINER = "trainer"
-"""Folder inside a checkpoint that has what a model folder has not: the optimizer's state."""
+"""Folder inside a checkpoint for what a model folder does not have: the optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint was made from: the step it covers, and the type of the weights that were trained."""
+    """The step that a checkpoint covers, and the data type of the trained weights."""
 
     version: int
     dtype: str
 
     @classmethod
     def read(cls, folder: Path | str) -> Saved:
-        """Read `folder`/trainer/saved.json. Raises TrainerError for a folder that is no checkpoint of a trainer."""
+        """Read `folder`/trainer/saved.json. Raises TrainerError if the folder is not a checkpoint of the trainer."""
         path = Path(folder) / TRAINER / "saved.json"
         try:
             return cls(**json.loads(path.read_text()))
         except OSError as error:
             raise TrainerError(
-                f"no training can go on from {folder}: {path}: {error.strerror}; name a checkpoint that the trainer "
+                f"no training can go on from {folder}: {path}: {error.strerror}; use a checkpoint that the trainer "
                 f"wrote, or start a new run from its weights with model.path={folder}"
             ) from None
         except (ValueError, TypeError) as error:
-            raise TrainerError(f"{path} is damaged ({error}); name another checkpoint") from None
+            raise TrainerError(f"{path} is damaged ({error}); use another checkpoint") from None
 
     def write(self, folder: Path) -> None:
         (folder / TRAINER / "saved.json").write_text(json.dumps(asdict(self)))
@@ -47,7 +46,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. `factor` 1 is the plain form; above 1 it is Llama 3's scaling, whose other fields apply."""
+    """Rotary embedding. A `factor` above 1 means Llama 3's scaling, for which the other fields apply."""
 
     theta: float
     factor: float = 1.0
@@ -60,8 +59,7 @@ class Rope:
 class Architecture:
     """A dense decoder with RMSNorm, SwiGLU, rotary embedding and grouped-query attention.
 
-    `hidden`, `ffn` and `head_dim` are widths; `kv_heads` divides `heads`; `tied` means that the embedding is the
-    output layer too.
+    `hidden`, `ffn` and `head_dim` are widths; `kv_heads` divides `heads`; `tied`: the embedding is the output layer.
     """
 
     family: str
@@ -81,8 +79,8 @@ class Architecture:
 
     @classmethod
     def read(cls, folder: Path | str) -> Architecture:
-        """Read `folder`/config.json. Raises ConfigError for a folder that is none, and for a model that the ranks
-        cannot compute exactly."""
+        """Read `folder`/config.json. Raises ConfigError if it cannot be read, or the ranks cannot compute the model
+        exactly."""
         path = Path(folder) / "config.json"
         try:
             values = json.loads(path.read_text())
@@ -92,7 +90,7 @@ class Architecture:
             raise ConfigError(f"{path}: {error}") from None
         family = values.get("model_type")
         if family not in FAMILIES:
-            raise ConfigError(f"{path}: model_type={family!r} cannot be trained; {', '.join(FAMILIES)} can")
+            raise ConfigError(f"{path}: model_type={family!r} is not supported; use {', '.join(FAMILIES)}")
         _refuse_variants(path, family, values)
         try:
             heads, hidden = values["num_attention_heads"], values["hidden_size"]
@@ -117,7 +115,7 @@ class Architecture:
 
 
 def _refuse_variants(path: Path, family: str, values: dict[str, Any]) -> None:
-    """Options of these families that change the computation and are not built."""
+    """Refuse options of these families that change the computation and are not implemented."""
     allowed = {
         "hidden_act": ("silu",),
         "mlp_bias": (False,),
@@ -133,7 +131,7 @@ def _refuse_variants(path: Path, family: str, values: dict[str, Any]) -> None:
 
 
 def _rope(path: Path, values: dict[str, Any]) -> Rope:
-    """transformers 5 writes `rope_parameters`; before it were `rope_theta` and `rope_scaling`."""
+    """transformers 5 writes `rope_parameters`, earlier versions `rope_theta` and `rope_scaling`."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     theta = given.get("rope_theta") or values.get("rope_theta") or 10000.0
     kind = given.get("rope_type") or given.get("type") or "default"

@@ -1,9 +1,9 @@
 """Rotary embedding and causal attention over packed sequences, as Megatron's `core_attention`.
 
-Megatron-core computes its rotary embedding anew in every layer, sequence by sequence, and its own core attention
-refuses packed input. Here the tables are made once per micro-batch. Attention itself is torch's: the variable-length
-flash kernel on GPUs in half precision, else one scaled-dot-product call per sequence. (On a CPU that loop is within a
-few per cent of the best padded form for sequences of 30 to 1,000 tokens, and far ahead of it for mixed lengths.)
+Megatron-core recomputes its rotary embedding in every layer, sequence by sequence, and its own core attention refuses
+packed input. Here the tables are computed once per micro-batch. The attention is torch's: the variable-length flash
+kernel on GPUs in half precision, else one scaled-dot-product call per sequence. (On a CPU this is within a few per cent
+of the best padded form for sequences of 30 to 1,000 tokens, and much faster for mixed lengths.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from areal.workers.trainer.architecture import Rope
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Where sequences lie in a micro-batch of T tokens: lengths (sum T), starts; cos and sin [T, 1, head_dim]."""
+    """Layout of a micro-batch of T tokens: lengths (sum T) and starts of sequences; cos and sin [T, 1, head_dim]."""
 
     lengths: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -58,8 +58,8 @@ class Packing(PackedSeqParams):
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Radians per position of each pair of channels, [head_dim / 2], float32.
 
-    With rope.factor > 1 as Llama 3.1 scales them: wavelengths beyond original_context / low_freq_factor are stretched
-    by the factor, those below original_context / high_freq_factor are kept, between them it is interpolated.
+    rope.factor > 1 applies Llama 3.1's scaling: wavelengths above original_context / low_freq_factor are stretched by
+    the factor, those below original_context / high_freq_factor are kept, and those in between are interpolated.
     """
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.factor == 1.0:
@@ -76,7 +76,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _flash() -> Callable[..., Any] | None:
-    """torch's variable-length flash attention, where there is one. It costs a second to import."""
+    """torch's variable-length flash attention, if available. Importing it takes a second."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -1,14 +1,14 @@
-"""Checkpoints from which training goes on bit for bit: a model folder, and in it the optimizer's state.
+"""Checkpoints from which training resumes bit for bit: a model folder that contains the optimizer state.
 
     config.json, model.safetensors, tokenizer ...    as `export` writes them
     trainer/                                         Megatron-core's distributed checkpoint of the optimizer; saved.json
 
-Every data-parallel rank holds all weights and all of Adam's state, so the first one saves alone: no collective in which
-a rank could be left waiting when the disk is full. Tensors are saved in the shape of the model's parameters, so that
-ranks of another number and layout can load them.
+Every data-parallel rank holds all weights and all of Adam's state, so the first one saves alone: without collectives, a
+full disk cannot leave another rank waiting. Tensors are saved in the shape of the model's parameters, so that another
+number or layout of ranks can load them.
 
-The format is Megatron-core's; its asynchronous save is not used: that forks a process with many threads, leaves a
-server process behind, and needs collectives of all ranks to complete a file. Here a thread writes, by torch's writer.
+The format is Megatron-core's, but not its asynchronous save, which forks a process with many threads, leaves a server
+process behind, and needs collectives of all ranks to complete a file. Here a thread writes with torch's writer.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from areal.workers.trainer import convert
 from areal.workers.trainer.architecture import TRAINER, Saved
 
 LAYOUT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""In the shape of the model's parameters, from a distributed optimizer too. The other optimizers know no other form."""
+"""Saves a distributed optimizer, too, in the shape of the model's parameters. Other optimizers always do."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """A copy in the memory of the CPU. shards: the tensors by their name in the file, each in the parts that this rank
-    is to save; common: the rest of the state, serialised."""
+    """A copy in CPU memory. shards: name in the file -> the parts of the tensor that this rank saves; common: the rest
+    of the state, serialised."""
 
     shards: dict[str, list[ShardedTensor]]
     common: bytes
@@ -72,16 +72,16 @@ class OptimizerState:
                 planner=MCoreSavePlanner(flatten_state_dict=False),
                 no_dist=True,
             )
-        except torch_checkpoint.CheckpointException as failure:  # not even an Exception
+        except torch_checkpoint.CheckpointException as failure:  # not a subclass of Exception
             failed = _reason(failure)
-        if failed is not None:  # outside of `except`, whose traceback holds the tensors
+        if failed is not None:  # raised outside of `except`, because that traceback keeps the tensors alive
             raise OSError(failed)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was set aside at one version, to be written to `folder`. Nothing in it is shared with the live model."""
+    """A copy of the training state at one version, to be written to `folder`. It shares no memory with the model."""
 
     folder: Path
     saved: Saved
@@ -90,22 +90,21 @@ class Checkpoint:
     optimizer: OptimizerState
 
     def write(self) -> None:
-        """Bring it to disk, whole or not at all, and let go of the memory. Raises TrainerError."""
+        """Write it to disk atomically, and free the memory. Raises TrainerError."""
         try:
             with convert.whole(self.folder, "checkpoint") as partial:
                 convert.fill(partial, self.weights.items(), self.files, self.saved.dtype)
                 self.optimizer.write(partial / TRAINER)
                 self.saved.write(partial)
-        finally:  # the traceback of a failure would keep them
+        finally:  # else the traceback of a failure keeps them alive
             self.weights.clear()
             self.optimizer.shards.clear()
 
 
 def load(folder: Path | str, model: torch.nn.Module, optimizer: ChainedOptimizer) -> None:
-    """Set the state of `optimizer`, which trains the GPTModel `model`, from a checkpoint. A collective of all ranks.
+    """Load the state of `optimizer`, which trains the GPTModel `model`, from a checkpoint. A collective of all ranks.
 
-    What the run's settings say of Adam (betas, eps) stays. Raises TrainerError for a checkpoint that is damaged or does
-    not fit.
+    Adam's betas and eps stay as the settings have them. Raises TrainerError if the checkpoint is damaged or unsuitable.
     """
     settings = [(group["betas"], group["eps"]) for group in optimizer.param_groups]
     try:
@@ -120,20 +119,20 @@ def load(folder: Path | str, model: torch.nn.Module, optimizer: ChainedOptimizer
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """In the memory of the CPU, sharing none with `tensor`."""
+    """A copy in CPU memory."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _reason(error: BaseException) -> str:
-    """torch's own error holds the trace of every rank; and a full disk is only the context of a failed assertion."""
+    """torch wraps the errors of all ranks in one, and reports a full disk only as the context of a failed assertion."""
     if isinstance(error, torch_checkpoint.CheckpointException):
         (error, _), *_ = error.failures.values()
     return str(error.__context__ if isinstance(error.__context__, OSError) else error)
 
 
 def _sharded(model: torch.nn.Module, optimizer: ChainedOptimizer, is_loading: bool = False) -> dict[str, Any]:
-    """The optimizer's state as Megatron-core describes it, complete also before the first step: there it has neither
-    Adam's moments nor, of torch's AdamW, the count of steps."""
+    """The optimizer state as Megatron-core describes it, plus what is missing before the first step: Adam's moments,
+    and the step count of torch's AdamW."""
     (part,) = optimizer.chained_optimizers
     part.init_state_fn(part.optimizer, part.config)
     counts = isinstance(part.optimizer, torch.optim.AdamW)
@@ -142,7 +141,7 @@ def _sharded(model: torch.nn.Module, optimizer: ChainedOptimizer, is_loading: bo
             moments.setdefault("step", torch.tensor(0.0))
     layout = dict(LAYOUT)  # Megatron-core adds to it
     state = optimizer.sharded_state_dict(model.sharded_state_dict(metadata=layout), is_loading, metadata=layout)
-    parameters = state.get("optimizer", state).get("state")  # the groups of a distributed optimizer have the count
-    if counts and parameters:  # else Megatron-core leaves out a count of 0
+    parameters = state.get("optimizer", state).get("state")  # a distributed optimizer has the count in its groups
+    if counts and parameters:  # Megatron-core omits a count of 0
         parameters.setdefault("common_step", torch.tensor(0.0))
     return state

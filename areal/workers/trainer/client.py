@@ -1,7 +1,7 @@
-"""The trainer ranks, seen from the controller: `HttpTrainer`, a TrainerClient over HTTP.
+"""`HttpTrainer`: the controller's client of the trainer ranks, over HTTP.
 
-A step is posted to all ranks at the same time, each with its own sequences. A rank that dies is noticed by its process,
-at once; whatever the others then say about lost connections is an echo of it.
+A step is posted to all ranks at once, each with its own sequences. The death of a rank is noticed through its process;
+errors of other ranks about lost connections are consequences of it and are not reported.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from areal.workers.trainer import wire
 
 T = TypeVar("T")
 GRACE_S = 2.0
-"""Seconds by which the cause of a failure may come after its echo, and a rank's own deadline before ours."""
+"""Seconds by which the cause of a failure may arrive after its consequences, and by which our deadlines exceed those of
+the ranks."""
 
 
 class HttpTrainer:
-    """`urls` are the first ranks of the data-parallel groups, in order; `children` the processes, if they are ours:
-    `close` ends them. timeout_s is for steps, log-probs, exports and checkpoints, group_timeout_s for what has to do
-    with groups.
-
-    Use it in one event loop. Every method raises TrainerError, which names the rank.
+    """See `TrainerClient`. `urls` are the first ranks of the data-parallel groups, in order; `children` are the
+    processes to stop in `close`, if areal started them. group_timeout_s applies to weight groups, timeout_s to the
+    rest. Use it in one event loop.
     """
 
     def __init__(
@@ -57,14 +56,10 @@ class HttpTrainer:
 
     @property
     def lost(self) -> str:
-        """Why a rank that is ours has ended; "" while all run."""
         return self._dead.result() if self._dead.done() else ""
 
     async def train(self, request: TrainRequest) -> TrainStats:
-        """One step. VersionConflict when the ranks are elsewhere; a repeat of the last gets its stored answer.
-
-        Raises ValueError when the request is planned for another number of ranks.
-        """
+        """Also raises ValueError if the request is planned for another number of ranks."""
         bodies = await asyncio.to_thread(lambda: [wire.pack_request(r) for r in wire.split(request, len(self._urls))])
         answers = await self._together(
             [self._post(rank, "train", body, wire.unpack_stats, self._timeout_s) for rank, body in enumerate(bodies)]
@@ -72,54 +67,43 @@ class HttpTrainer:
         return answers[0]
 
     async def logprobs(self, sequences: Sequence[Ints]) -> list[Floats]:
-        """Log-probs [L] of each sequence's tokens at temperature 1; entry 0 is 0."""
-        shares = [sequences[rank :: len(self._urls)] for rank in range(len(self._urls))]
+        ranks = len(self._urls)
+        bodies = [wire.pack_sequences(sequences[rank::ranks], np.int32) for rank in range(min(ranks, len(sequences)))]
         answers = await self._together(
             [
-                self._post(
-                    rank, "logprobs", wire.pack_sequences(share, np.int32), wire.unpack_sequences, self._timeout_s
-                )
-                for rank, share in enumerate(shares)
-                if share
+                self._post(rank, "logprobs", body, wire.unpack_sequences, self._timeout_s)
+                for rank, body in enumerate(bodies)
             ]
         )
         results: list[Floats] = [np.zeros(0, np.float32)] * len(sequences)
         for rank, answer in enumerate(answers):
-            results[rank :: len(self._urls)] = answer
+            results[rank::ranks] = answer
         return results
 
     async def export(self, folder: str) -> None:
-        """Write the weights in Hugging Face format (config, tokenizer and safetensors), whole or not at all."""
         await self._first("export", {"folder": folder}, self._timeout_s)
 
     async def stage(self, folder: str) -> None:
-        """Begin a checkpoint of the current version, for `folder`: copy weights and optimizer state aside. One that was
-        staged and not written is forgotten."""
         self._staged = folder
         await self._first("stage", {"folder": folder}, self._timeout_s)
 
     async def write(self) -> None:
-        """Bring what was staged to disk, whole or not at all, while the ranks do other things. It is forgotten then."""
         await self._first("write", {"folder": self._staged}, self._timeout_s)
 
     async def specs(self) -> list[TensorSpec]:
-        """The tensors that `broadcast` sends, in its order."""
         return wire.unpack_specs(await self._first("specs", {}, self._timeout_s))
 
     async def join_group(self, group: WeightGroup) -> None:
-        """Join a broadcast group as rank 0; returns when all ranks have joined."""
         await self._first("join_group", asdict(group), self._group_timeout_s)
 
     async def broadcast(self, group: str) -> None:
-        """Send the current weights to the group, tensor by tensor. The group is left when that fails."""
         await self._first("broadcast", {"group": group}, self._group_timeout_s)
 
     async def leave_group(self, group: str) -> None:
-        """No error when the group is not joined."""
         await self._first("leave_group", {"group": group}, self._group_timeout_s)
 
     async def close(self) -> None:
-        """End the ranks that are ours. May be repeated."""
+        """Stop the ranks that areal started. May be repeated."""
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
@@ -151,7 +135,7 @@ class HttpTrainer:
         raise _remote(where, response.status, answer)
 
     async def _together(self, posts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """All answers, or the error that explains the others; posts still open are cancelled then."""
+        """All answers, or the error that explains the others, after which the remaining posts are cancelled."""
         tasks = [asyncio.create_task(post) for post in posts]
         try:
             while not self._dead.done() and not _failures(tasks):
@@ -187,11 +171,11 @@ class _Unexplained(TrainerError):
 
 
 class _Echo(_Unexplained):
-    """A failure that surely has its cause elsewhere."""
+    """A failure whose cause is certainly elsewhere."""
 
 
 def _remote(where: str, status: int, answer: bytes) -> TrainerError:
-    """The error that a rank answered."""
+    """The error that a rank returned."""
     try:
         failure = json.loads(answer)
         kind, text = failure["kind"], failure["error"]
@@ -205,6 +189,6 @@ def _remote(where: str, status: int, answer: bytes) -> TrainerError:
 
 
 def _failures(tasks: Sequence[asyncio.Task[Any]]) -> list[BaseException]:
-    """Errors so far, the one that explains most first."""
+    """The errors so far, most likely cause first."""
     errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
     return sorted(errors, key=lambda error: (isinstance(error, _Unexplained), isinstance(error, _Echo)))

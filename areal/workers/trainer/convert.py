@@ -1,7 +1,7 @@
-"""Weights between Hugging Face's names and Megatron-core's, both ways and bit-exact, and model folders on disk.
+"""Bit-exact conversion of weights between Hugging Face and Megatron-core, and model folders on disk.
 
-Megatron lays query, key and value of each key-value head together in one matrix, and gate over up in another. All of
-the model must be on this rank (no tensor or pipeline parallelism yet).
+Megatron stores query, key and value of each key-value head in one matrix, and gate and up projections in another. The
+whole model must be on this rank (no tensor or pipeline parallelism yet).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from areal.types import TensorSpec
 from areal.workers.trainer.architecture import Architecture
 
 SHARD_BYTES = 4 << 30
-"""Size from which on a further weight file is begun."""
+"""Size after which a new weight file is started."""
 COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Files of a model folder that are not weights: config, tokenizer, chat template."""
+"""Suffixes of a model folder's other files: config, tokenizer, chat template."""
 
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -47,7 +47,7 @@ _LAYER = {
 
 
 def hf_names(name: str) -> tuple[str, ...]:
-    """Names of the Hugging Face tensors that Megatron's parameter `name` holds."""
+    """Names of the Hugging Face tensors in Megatron's parameter `name`."""
     if name in _TOP:
         return (_TOP[name],)
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
@@ -57,7 +57,7 @@ def hf_names(name: str) -> tuple[str, ...]:
 
 
 def merge(parts: list[Tensor], architecture: Architecture) -> Tensor:
-    """Hugging Face tensors, in the order of `hf_names`, as one Megatron parameter."""
+    """Merge Hugging Face tensors, in the order of `hf_names`, into one Megatron parameter."""
     if len(parts) < 3:
         return torch.cat(parts)
     heads, tail = architecture.kv_heads, parts[0].shape[1:]
@@ -76,10 +76,8 @@ def split(parameter: Tensor, parts: int, architecture: Architecture) -> tuple[Te
 
 @torch.no_grad()
 def load(model: torch.nn.Module, folder: Path | str, architecture: Architecture) -> None:
-    """Set all parameters from the safetensors files of `folder`.
-
-    Raises ConfigError for a tensor that is missing, has another shape, or has no place in the model.
-    """
+    """Set all parameters from the safetensors files of `folder`. Raises ConfigError for a tensor that is missing,
+    unexpected, or of the wrong shape."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} has no .safetensors file")
@@ -92,30 +90,30 @@ def load(model: torch.nn.Module, folder: Path | str, architecture: Architecture)
         for name, parameter in model.named_parameters():
             names = hf_names(name)
             if missing := [n for n in names if n not in source]:
-                raise ConfigError(f"{folder} has no tensor {missing[0]}, which its config.json calls for")
+                raise ConfigError(f"{folder} has no tensor {missing[0]}, which its config.json requires")
             value = merge([source[n].get_tensor(n) for n in names], architecture)
             if value.shape != parameter.shape:
                 raise ConfigError(
-                    f"{folder}: {', '.join(names)} make a tensor of shape {tuple(value.shape)}; its config.json "
-                    f"calls for {tuple(parameter.shape)}"
+                    f"{folder}: {', '.join(names)} merge to shape {tuple(value.shape)}, but its config.json requires "
+                    f"{tuple(parameter.shape)}"
                 )
             parameter.copy_(value)
             unused.difference_update(names)
     if architecture.tied:
         unused.discard("lm_head.weight")
     if strange := sorted(n for n in unused if not n.endswith("rotary_emb.inv_freq")):
-        raise ConfigError(f"{folder}: a {architecture.family} model has no place for tensor {strange[0]}")
+        raise ConfigError(f"{folder}: unexpected tensor {strange[0]} for a {architecture.family} model")
 
 
 def export(model: torch.nn.Module, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor), always in the same order. The tensors are views where they can be."""
+    """(Hugging Face name, tensor), always in the same order. Tensors are views where possible."""
     for name, parameter in model.named_parameters():
         names = hf_names(name)
         yield from zip(names, split(parameter.detach(), len(names), architecture), strict=True)
 
 
 def specs(model: torch.nn.Module, architecture: Architecture) -> list[TensorSpec]:
-    """Name, type and shape of what `export` gives, in its order."""
+    """The specs of the tensors that `export` yields, in the same order."""
     return [
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in export(model, architecture)
@@ -134,22 +132,18 @@ def companions(folder: Path | str) -> dict[str, bytes]:
 def write_folder(
     folder: Path | str, tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes], dtype: str
 ) -> None:
-    """Write a model folder that is there whole and on disk, or not at all. One that exists is replaced.
-
-    files: as from `companions`; `dtype` is written into config.json. Raises TrainerError when it cannot be written
-    (disk full, no such place); nothing is left behind then.
-    """
+    """Write a model folder atomically, see `whole`. files: from `companions`; `dtype` is written into config.json."""
     with whole(folder, "weights") as partial:
         fill(partial, tensors, files, dtype)
 
 
 @contextmanager
 def whole(folder: Path | str, what: str) -> Iterator[Path]:
-    """An empty folder for the block to fill, which then appears as `folder`, all of it on disk. One that exists is
-    replaced.
+    """Yield an empty folder for the block to fill, then flush it to disk and atomically rename it to `folder`,
+    replacing an existing one.
 
-    Raises TrainerError, which says `what` could not be written, also for an OSError or SafetensorError of the block;
-    nothing is left behind then.
+    Turns an OSError or SafetensorError, also of the block, into a TrainerError that says that `what` could not be
+    written. A failure leaves nothing behind.
     """
     folder = Path(folder)
     partial, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
@@ -167,7 +161,7 @@ def whole(folder: Path | str, what: str) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         free = ""
         with suppress(OSError):
-            free = f"; {shutil.disk_usage(folder.parent).free / 1e6:,.0f} MB are free there"
+            free = f"; {shutil.disk_usage(folder.parent).free / 1e6:,.0f} MB are free"
         raise TrainerError(f"cannot write the {what} to {folder}: {error}{free}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -175,7 +169,7 @@ def whole(folder: Path | str, what: str) -> Iterator[Path]:
 
 
 def fill(folder: Path, tensors: Iterable[tuple[str, Tensor]], files: dict[str, bytes], dtype: str) -> None:
-    """Write weights and companions into a folder that is there. Raises OSError or SafetensorError."""
+    """Write weights and companions into an existing folder. Raises OSError or SafetensorError."""
     for name, content in files.items():
         (folder / name).write_bytes(_with_dtype(content, dtype) if name == "config.json" else content)
     _write_weights(folder, tensors)

@@ -1,13 +1,13 @@
 """Everything that differs on a machine without CUDA. Call `install` before the first import of Megatron-core.
 
-Megatron-core names CUDA in places that a CPU run passes: as the device of buffers, and in the string by which
-optimizers sort parameters. With a few entries of torch's public namespace redirected it runs unmodified on a CPU, over
-gloo. The changes are process-wide, and `Tensor.type` then says what is not so: only rank processes, which run nothing
-else, may install them. Each was seen to be needed by data parallelism with or without the distributed optimizer;
-pipeline parallelism and overlapped communication will need streams and events too.
+Megatron-core hard-codes CUDA as the device of buffers and in the type strings by which optimizers select parameters.
+With a few functions of torch redirected it runs unmodified on a CPU, over gloo. The changes are process-wide and
+`Tensor.type` returns wrong names, so only rank processes, which run nothing else, may install them. Data parallelism
+needs each of them, with and without the distributed optimizer; pipeline parallelism and overlapped communication would
+need streams and events too.
 
-`fix_adam_state` is for machines with GPUs too: Megatron-core without Transformer Engine and apex falls back to torch's
-AdamW, whose state it does not load correctly.
+`fix_adam_state` is also for GPUs: without Transformer Engine and apex, Megatron-core falls back to torch's AdamW, whose
+state it does not load correctly.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros")
-"""Functions that are called with device="cuda" spelt out."""
+"""Functions that Megatron-core calls with an explicit device="cuda"."""
 
 
 def install() -> bool:
-    """Redirect CUDA to the CPU where there is no CUDA; returns whether it did."""
+    """Redirect CUDA to the CPU if there is no CUDA; returns whether it did."""
     if torch.cuda.is_available():
         return False
     torch.cuda.current_device = lambda: CPU
@@ -33,7 +33,7 @@ def install() -> bool:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.type = _cuda_type(torch.Tensor.type)
-    torch.compile = _no_compile  # it decorates small functions at import, where it costs seconds
+    torch.compile = _no_compile  # Megatron-core compiles small functions at import, which takes seconds
     return True
 
 
@@ -48,7 +48,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's optimizers accept a parameter only if `parameter.type()` is "torch.cuda.FloatTensor" or alike."""
+    """Megatron's optimizers only accept parameters whose `type()` is "torch.cuda.FloatTensor" or similar."""
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
@@ -63,10 +63,10 @@ def _no_compile(function: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 def fix_adam_state() -> bool:
-    """Let the distributed optimizer load the state of torch's AdamW; returns whether that is what it uses.
+    """Make the distributed optimizer load the state of torch's AdamW correctly; returns whether it uses AdamW.
 
-    It is written for fused optimizers that count steps per group. torch's AdamW counts per parameter: on loading the
-    count was missing, and once given it was one tensor for all parameters, advanced once for each of them.
+    It expects a step count per group, as fused optimizers have. torch's AdamW counts per parameter: without this fix
+    the count is missing after loading, or is one tensor shared by all parameters and advanced once for each of them.
     """
     if importlib.util.find_spec("transformer_engine") or importlib.util.find_spec("apex"):
         return False

@@ -1,8 +1,8 @@
-"""One rank's model and optimizer, and what can be asked of them.
+"""The model and optimizer of one rank, and the operations on them.
 
-I2 is asserted again here. I4 is kept by name: a step carries (life, from_version, batch_id), and the answer of the
-last one is stored. The ranks of a data-parallel group take the same decisions at the same places, from sums over the
-group: a rank that fails says so in the next sum instead of leaving the others to wait for it.
+I2 is asserted again here. For I4, a step is named (life, from_version, batch_id), and the answer of the last one is
+stored. The ranks of a data-parallel group exchange their failures in all-reduces at fixed points, so that a rank that
+fails does not leave the others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ NO_PARTS: Mapping[str, Tensor] = {}
 
 
 class PeerFailed(TrainerError):
-    """Another rank failed; its own answer has the cause."""
+    """Another rank failed; its answer has the cause."""
 
 
 @dataclass(slots=True)
 class _Micro:
-    """One forward pass: T tokens of some sequences. Tensors have shape [T]. `proximal` is None until it is known."""
+    """The sequences of one forward pass, T tokens. Tensors have shape [T]. `proximal` is None until computed."""
 
     lengths: list[int]
     ids: Tensor
@@ -102,10 +102,10 @@ class Engine:
     # ------------------------------------------------------------------ training
 
     def train(self, request: TrainRequest) -> TrainStats:
-        """Take the step of `request` (this rank's part of it), together with the other ranks.
+        """Take this rank's part of the step of `request`, together with the other ranks.
 
-        A repeat of the last step gets its stored answer. Raises VersionConflict for a step of another life or
-        version; TrainerError for a batch that breaks an invariant and for a gradient that is not finite.
+        Repeating the last step returns its stored answer. Raises VersionConflict for a step of another life or version;
+        TrainerError for a batch that breaks an invariant and for a non-finite gradient.
         """
         key = (request.life, request.from_version, request.batch_id)
         if self._last is not None and self._last[0] == key:
@@ -113,7 +113,7 @@ class Engine:
         if (request.life, request.from_version) != (self.life, self.version):
             raise VersionConflict(
                 f"asked for batch {request.batch_id} from version {request.from_version} of life "
-                f"{request.life}; the rank is at version {self.version} of life {self.life}"
+                f"{request.life}, but the rank is at version {self.version} of life {self.life}"
             )
         self._check_whole()
         stats = self._step(request)
@@ -139,18 +139,18 @@ class Engine:
 
     @torch.no_grad()
     def _prepare(self, request: TrainRequest) -> list[list[_Micro]]:
-        """The micro-batches of each update, with the log-probs of the weights that the step starts from."""
+        """The micro-batches of each update, with proximal log-probs: those under the weights before the step."""
         _check(request, self._architecture.vocab)
         updates = [list(self._micros(request, mini.shards[0])) for mini in request.minibatches]
         if request.kind == "ppo":
-            for micro in chain.from_iterable(updates[1:]):  # the first update's own forward pass has these weights
+            for micro in chain.from_iterable(updates[1:]):  # the first update's own forward pass computes its log-probs
                 micro.proximal, _ = self._score(micro.ids, micro.lengths, request.temperature)
         return updates
 
     def _accumulate(self, request: TrainRequest, mini: MiniBatch, micros: Sequence[_Micro], sums: _Sums) -> None:
         """Sum the gradient of one update over this rank's micro-batches."""
         self._model.zero_grad_buffer()
-        self._optimizer.zero_grad()  # it left an alias of that buffer in each parameter's `grad`
+        self._optimizer.zero_grad()  # drops the aliases of that buffer in the parameters' `grad`
         for micro in micros:
             logprobs, entropy = self._score(micro.ids, micro.lengths, request.temperature)
             if micro.proximal is None:
@@ -171,21 +171,21 @@ class Engine:
             sums.add_update(micro, loss.detach(), entropy, parts)
 
     def _update(self, request: TrainRequest) -> float:
-        """Sum the gradients over ranks, clip, and let Adam take its step. Returns the norm before clipping."""
+        """Sum the gradients over ranks, clip, and take Adam's step. Returns the norm before clipping."""
         finalize_model_grads([self._model])
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
-        if not math.isfinite(norm):  # of the summed gradient: the same on every rank
+        if not math.isfinite(norm):  # the norm of the summed gradient is the same on every rank
             raise TrainerError(
-                f"the gradient norm of batch {request.batch_id} is {norm}: the update was not applied; look at the "
+                f"the gradient norm of batch {request.batch_id} is {norm}: the update was not applied; check the "
                 f"batch's log-probs and advantages, or lower optimizer.lr"
             )
         if self._settings.clip_grad > 0:
             clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), self._settings.clip_grad, norm)
-        for group in self._optimizer.param_groups:  # Megatron's own scheduler would do this
+        for group in self._optimizer.param_groups:  # replaces Megatron's scheduler
             group["lr"] = request.learning_rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._settings.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms and biases
-        self._torn = f"an update of the step from version {self.version} failed half way"
+        self._torn = f"an update of the step from version {self.version} failed midway"
         self._optimizer.step_with_ready_grads()
         return norm
 
@@ -205,8 +205,8 @@ class Engine:
             )
 
     def _agreed(self, request: TrainRequest, work: Callable[..., T], *args: Any) -> T:
-        """Do this rank's work, then raise on every rank when one of them failed at it, or works on another batch
-        (after a call that was given up while some ranks had not begun)."""
+        """Do this rank's work, then raise on every rank if any of them failed or is working on another batch (because
+        an earlier call timed out before all ranks had started it)."""
         error: Exception | None = None
         try:
             result = work(*args)
@@ -221,12 +221,12 @@ class Engine:
         if any(failed):
             raise PeerFailed(f"data-parallel rank {failed.index(1)} failed")
         if len(set(batches)) > 1:
-            raise TrainerError(f"the data-parallel ranks were asked for batches {batches} at the same time; repeat")
+            raise TrainerError(f"the data-parallel ranks were asked for batches {batches} at the same time; retry")
         return result
 
     def _check_whole(self) -> None:
         if self._torn:
-            raise TrainerError(f"{self._torn}: its weights are of no version; start the ranks from a checkpoint")
+            raise TrainerError(f"{self._torn}: its weights are of no version; restart the ranks from a checkpoint")
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -259,14 +259,14 @@ class Engine:
             yield chunk
 
     def export(self, folder: str) -> None:
-        """Write a Hugging Face folder, whole or not at all. Raises TrainerError when it cannot be written."""
+        """Write a Hugging Face folder atomically. Raises TrainerError if it cannot be written."""
         self._check_whole()
         convert.write_folder(Path(folder), self.tensors(), self._companions, self._settings.dtype)
 
     def stage(self, folder: str) -> None:
-        """Copy weights and optimizer state aside, for a checkpoint at `folder`; `write` takes it from there."""
+        """Copy weights and optimizer state for a checkpoint at `folder`, which `write` writes."""
         self._check_whole()
-        self._staged = None  # its memory may be needed
+        self._staged = None  # free its memory first
         self._staged = Checkpoint(
             Path(folder),
             Saved(self.version, self._settings.dtype),
@@ -276,10 +276,10 @@ class Engine:
         )
 
     def write(self, folder: str) -> None:
-        """Write what was staged for `folder`, whole or not at all; may run on another thread. Raises TrainerError."""
+        """Write what was staged for `folder` atomically; may run on another thread. Raises TrainerError."""
         staged, self._staged = self._staged, None
         if staged is None or staged.folder != Path(folder):
-            raise TrainerError(f"no checkpoint is staged for {folder!r}: stage it, write it, then stage the next")
+            raise TrainerError(f"no checkpoint is staged for {folder!r}: call stage, then write, for each checkpoint")
         staged.write()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -301,11 +301,11 @@ class _Sums:
         self._gap_max = torch.full((1,), -math.inf, device=device)
 
     def add_update(self, micro: _Micro, loss: Tensor, entropy: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Once per optimizer update that the micro-batch is in."""
+        """Call it once per optimizer update that includes the micro-batch."""
         self._add(loss=loss, weight=micro.weights.sum(), entropy=(micro.weights * entropy).sum(), **parts)
 
     def add_batch(self, micro: _Micro) -> None:
-        """Once per step."""
+        """Call it once per step."""
         assert micro.proximal is not None
         active = micro.weights != 0
         gap = (micro.proximal - micro.behaviour).abs()[active & micro.own_version]
@@ -320,7 +320,7 @@ class _Sums:
     def stats(
         self, request: TrainRequest, group: dist.ProcessGroup, norms: Sequence[float], seconds: float
     ) -> TrainStats:
-        """Over all ranks of the group: the same on each."""
+        """Statistics over all ranks of the group, the same on each."""
         maxima = torch.cat((self._gap_max, torch.tensor([seconds], device=self._gap_max.device)))
         dist.all_reduce(self._sums, group=group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
@@ -353,7 +353,7 @@ def _check(request: TrainRequest, vocab: int) -> None:
     tokens = int(batch.lengths.sum())
     for name in ("ids", "loss_weights", "logprobs", "versions"):
         if len(getattr(batch, name)) != tokens:
-            raise TrainerError(f"batch {request.batch_id}: {name} has another length than its {tokens} tokens")
+            raise TrainerError(f"batch {request.batch_id}: {name} does not have the length of its {tokens} tokens")
     if request.passes < 1 or not request.minibatches:
         raise TrainerError(f"batch {request.batch_id} has no update: {request.passes} passes")
     if any(mini.loss_tokens <= 0 for mini in request.minibatches):
@@ -371,7 +371,7 @@ def _check(request: TrainRequest, vocab: int) -> None:
         return
     versions = batch.versions[active]
     if (versions == NOT_SAMPLED).any():
-        raise TrainerError(f"batch {request.batch_id} has a loss on a token that no server sampled (I5)")
+        raise TrainerError(f"batch {request.batch_id} has a loss on a token that no server sampled")
     if len(versions) and versions.max() > request.from_version:
         raise TrainerError(
             f"batch {request.batch_id} from version {request.from_version} has a token of version {versions.max()}"
@@ -379,7 +379,7 @@ def _check(request: TrainRequest, vocab: int) -> None:
     if len(versions) and request.from_version - versions.min() > request.max_staleness:
         raise TrainerError(
             f"batch {request.batch_id} from version {request.from_version} has a loss on a token of version "
-            f"{versions.min()}, more than {request.max_staleness} steps old (I2)"
+            f"{versions.min()}, which is stale: staleness.max is {request.max_staleness}"
         )
 
 

@@ -23,7 +23,7 @@ from areal.workers.trainer.rank import HOST, to_json
 from areal.workers.trainer.wire import TOKEN, RankSettings
 
 REGISTER_TIMEOUT_S = 10.0
-"""Seconds in which whoever connects must say that it is a rank."""
+"""Time limit for a connection to register as a rank."""
 
 
 async def start_trainer(
@@ -37,14 +37,14 @@ async def start_trainer(
     checkpoint: str = "",
     roots: Sequence[Path | str] = (),
 ) -> HttpTrainer:
-    """Start `config.trainer.ranks` processes with the weights of the folder `model_path`, which count as `version`.
+    """Start `config.trainer.ranks` processes at `version`, with the weights in the folder `model_path`.
 
-    checkpoint: the folder of a `write`, from which training goes on bit for bit, whatever the number of ranks was then;
-    `model_path` is not read. devices: the GPU of each rank; empty on a machine without GPUs. roots: the folders in
-    which they may write. Each rank's output goes to `log_folder`/trainer-<rank>.log. Raises ConfigError for a model
-    that cannot be trained and TrainerError for a checkpoint that is none, or of another version or dtype, before
-    anything starts; TrainerError, with the last lines of its log, for a rank that ends or is not ready in
-    `trainer.start_timeout_s`; ProcessError when the machine refuses a process.
+    checkpoint: if set, resume bit for bit from this checkpoint instead, which any number of ranks may have written.
+    devices: the GPU of each rank; empty on a machine without GPUs. roots: the folders that they may write to. Output
+    goes to `log_folder`/trainer-<rank>.log. Before anything starts, raises ConfigError for a model that cannot be
+    trained and TrainerError for an invalid checkpoint or one of another version or dtype. Then raises TrainerError,
+    with the last lines of its log, for a rank that ends or is not ready within `trainer.start_timeout_s`, and
+    ProcessError for a process that cannot be started.
     """
     ranks = config.trainer.ranks
     if devices and len(devices) != ranks:
@@ -76,8 +76,8 @@ async def start_trainer(
     common = {
         TOKEN: token,
         "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": "0",  # each sees its own device only
-        # One thread a rank is fastest beside servers on the same cores.
+        "LOCAL_RANK": "0",  # each rank sees its own device only
+        # One thread per rank is fastest when servers share the cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **on_loopback(),
         **store,
@@ -115,11 +115,11 @@ async def start_trainer(
 def _check(checkpoint: str, wanted: Saved) -> None:
     saved = Saved.read(checkpoint)
     if saved.version != wanted.version:
-        raise TrainerError(f"{checkpoint} is of version {saved.version}; version {wanted.version} is to be trained on")
+        raise TrainerError(f"{checkpoint} is of version {saved.version}; version {wanted.version} is needed")
     if saved.dtype != wanted.dtype:
         raise TrainerError(
-            f"{checkpoint} was trained in {saved.dtype}; model.dtype={wanted.dtype} cannot go on from it exactly: set "
-            f"model.dtype={saved.dtype}, or start a new run with model.path={checkpoint}"
+            f"{checkpoint} was trained in {saved.dtype} and cannot be resumed exactly with model.dtype={wanted.dtype}; "
+            f"set model.dtype={saved.dtype}, or start a new run with model.path={checkpoint}"
         )
 
 
@@ -143,7 +143,7 @@ def _registrar(
 
 
 async def _ready(addresses: Sequence[asyncio.Future[str]], children: Sequence[Child], timeout_s: float) -> None:
-    """Return when all ranks have said their address. Raises TrainerError when one ends before, or at the deadline."""
+    """Return when all ranks have registered. Raises TrainerError if one ends before, or at the deadline."""
     ends = [asyncio.create_task(child.wait()) for child in children]
     everyone = asyncio.gather(*addresses)
     try:

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens from logits whose vocabulary may be split over ranks."""
+"""Log-probs and entropy of tokens from logits whose vocabulary may be split over ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK = 1 << 24
-"""Float32 values that are worked on at a time: the softmax of a large vocabulary never exists as a whole."""
+"""Float32 values processed at a time, so that the softmax of a large vocabulary is never in memory as a whole."""
 NOT_A_WORD = -1e30
-"""Logit of the columns that pad the vocabulary. Finite: the entropy multiplies it by a probability of 0."""
+"""Logit of the columns that pad the vocabulary; finite, because the entropy multiplies it by a probability of 0."""
 
 
 def logprobs_and_entropy(
@@ -20,8 +20,8 @@ def logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[label] and the entropy of that softmax, float32 [T] each, in nats.
 
-    logits: [T, columns], the columns of this rank of `group` (rank r holds r * columns and on); labels: [T]. Columns
-    from `vocab` on are padding. Only the log-probs carry a gradient.
+    logits: [T, columns], where rank r of `group` holds the columns from r * columns on; labels: [T]. Columns from
+    `vocab` on are padding. Only the log-probs have a gradient.
     """
     return _LogProbs.apply(logits, labels, temperature, vocab, group)
 

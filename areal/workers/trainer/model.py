@@ -1,6 +1,6 @@
 """A Megatron-core GPTModel from an Architecture, and its log-probs on packed sequences.
 
-cpu.install() comes first on a machine without CUDA. Every import of Megatron-core that builds the model is here.
+Call cpu.install() before importing this on a machine without CUDA.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal.workers.trainer.logprobs import logprobs_and_entropy
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's own wrapper refuses sequence parallelism, and the type of the weights."""
+    """Replaces Megatron's wrapper, which supports neither sequence parallelism nor the dtype of the weights."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -31,10 +31,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def build(architecture: Architecture, dtype: torch.dtype) -> GPTModel:
-    """The part of the model that belongs to this rank, on its device, with weights not yet set.
-
-    torch.distributed and Megatron's parallel_state must be initialised.
-    """
+    """This rank's part of the model, on its device, with uninitialised weights. torch.distributed and Megatron's
+    parallel_state must be initialised."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     config = TransformerConfig(
         num_layers=architecture.layers,
@@ -99,9 +97,9 @@ class Scorer:
         self._frequencies = inverse_frequencies(architecture.rope, architecture.head_dim).cuda()
 
     def __call__(self, ids: Tensor, lengths: Sequence[int], temperature: float) -> tuple[Tensor, Tensor]:
-        """log p of each token given those before it in its sequence, and the entropy of that prediction, [T] each.
+        """Log-prob of each token given those before it in its sequence, and the entropy of that prediction, [T] each.
 
-        ids: [T], sequences of `lengths` end to end. Both are 0 at the first token of a sequence.
+        ids: [T], concatenated sequences of `lengths`. Both results are 0 at the first token of a sequence.
         """
         packing = Packing.of(lengths, self._frequencies, self._dtype)
         logits = self._model(ids[None], None, None, packed_seq_params=packing)[0]

@@ -1,14 +1,13 @@
-"""One trainer rank: `python -m areal.workers.trainer.rank SETTINGS`, SETTINGS being RankSettings as JSON.
+"""One trainer rank: `python -m areal.workers.trainer.rank SETTINGS`, where SETTINGS are RankSettings as JSON.
 
-A small HTTP server on a thread takes requests from the controller; the main thread works on them one after another, and
-a third thread writes checkpoints.
-Expects torchrun's RANK and WORLD_SIZE, the file through which ranks find each other in AREAL_STORE, and the token in
-AREAL_TRAINER_TOKEN. Once the model is loaded the rank says its address to `settings.register`.
+An HTTP server on a thread receives requests from the controller; the main thread processes them one by one, and a third
+thread writes checkpoints. Expects torchrun's RANK and WORLD_SIZE, the rendezvous file of the ranks in AREAL_STORE, and
+the token in AREAL_TRAINER_TOKEN. Once the model is loaded, the rank sends its address to `settings.register`.
 
     POST /train /logprobs /export /stage /write /specs /join_group /broadcast /leave_group    GET /health
 
-An error is answered by status 409 (VersionConflict), 401 (wrong token) or 500 with JSON: `error` (its text), `kind`
-(its class), `traceback`.
+Errors have status 409 (VersionConflict), 401 (wrong token), 400 (malformed body) or 500, and JSON with `error` (the
+message), `kind` (the class) and `traceback`.
 """
 
 from __future__ import annotations
@@ -45,11 +44,12 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 Job = tuple[Callable[[], bytes], "Future[bytes]"]
+Action = Callable[[bytes], bytes | None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Rank:
-    """Turns HTTP requests into jobs for the main thread. roots: the folders in which it writes, and nowhere else."""
+    """Turns HTTP requests into jobs for the main thread. roots: the only folders that it may write to."""
 
     def __init__(self, engine: Engine, sender: Sender, token: str, roots: Sequence[Path | str]) -> None:
         self._engine, self._sender, self._token = engine, sender, token
@@ -58,7 +58,7 @@ class Rank:
         self._writes: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Work on jobs, without end. Call it from the main thread."""
+        """Process jobs for ever. Call it from the main thread."""
         threading.Thread(target=self._work, args=(self._writes,), name="write", daemon=True).start()
         self._work(self._jobs)
 
@@ -67,7 +67,7 @@ class Rank:
             _do(*jobs.get())
 
     def serve(self) -> int:
-        """Start the HTTP server on a thread of its own; returns its port."""
+        """Start the HTTP server on its own thread; returns its port."""
         port: Future[int] = Future()
         threading.Thread(target=self._serve, args=(port,), name="http", daemon=True).start()
         return port.result()
@@ -90,10 +90,28 @@ class Rank:
     def _application(self) -> web.Application:
         application = web.Application(middlewares=[self._authorise], client_max_size=0)
         application.router.add_get("/health", self._health)
-        for name in ("train", "logprobs", "export", "stage", "specs", "join_group", "broadcast", "leave_group"):
-            application.router.add_post(f"/{name}", self._handler(getattr(self, f"_{name}"), self._jobs))
-        application.router.add_post("/write", self._handler(self._write, self._writes))
+        for name, action in self._actions().items():
+            jobs = self._writes if name == "write" else self._jobs
+            application.router.add_post(f"/{name}", self._handler(action, jobs))
         return application
+
+    def _actions(self) -> dict[str, Action]:
+        engine, sender = self._engine, self._sender
+
+        def meta(body: bytes) -> dict[str, Any]:
+            return wire.unpack(body)[0]
+
+        return {
+            "train": lambda body: wire.pack_stats(engine.train(wire.unpack_request(body))),
+            "logprobs": lambda body: wire.pack_sequences(engine.logprobs(wire.unpack_sequences(body)), np.float32),
+            "export": lambda body: engine.export(self._inside(meta(body)["folder"])),
+            "stage": lambda body: engine.stage(self._inside(meta(body)["folder"])),
+            "write": lambda body: engine.write(str(Path(meta(body)["folder"]).resolve())),  # `stage` has checked it
+            "specs": lambda _: wire.pack_specs(engine.specs()),
+            "join_group": lambda body: sender.join(WeightGroup(**meta(body))),
+            "broadcast": lambda body: sender.broadcast(meta(body)["group"], engine.tensors()),
+            "leave_group": lambda body: sender.leave(meta(body)["group"]),
+        }
 
     @web.middleware
     async def _authorise(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -102,11 +120,11 @@ class Rank:
             return _failure(401, TrainerError("wrong token"))
         return await handler(request)
 
-    def _handler(self, action: Callable[[bytes], bytes], jobs: queue.SimpleQueue[Job]) -> Handler:
+    def _handler(self, action: Action, jobs: queue.SimpleQueue[Job]) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             body = await request.read()
             future: Future[bytes] = Future()
-            jobs.put((lambda: action(body), future))
+            jobs.put((lambda: action(body) or wire.pack({}), future))
             try:
                 return web.Response(body=await asyncio.wrap_future(future))
             except VersionConflict as error:
@@ -121,54 +139,16 @@ class Rank:
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"pid": os.getpid(), "life": self._engine.life, "version": self._engine.version})
 
-    def _inside(self, body: bytes) -> str:
-        """The folder that a message names, without links and `..`. Raises TrainerError when it is not in a root."""
-        given = wire.unpack(body)[0]["folder"]
+    def _inside(self, given: str) -> str:
+        """The folder `given`, without links and `..`. Raises TrainerError if it is not inside a root."""
         folder = Path(given).resolve()
         if not any(root in folder.parents for root in self._roots):
-            raise TrainerError(
-                f"{given!r} is in none of {[str(root) for root in self._roots]}: a rank writes only there"
-            )
+            raise TrainerError(f"{given!r} is in none of {[str(root) for root in self._roots]}, where ranks may write")
         return str(folder)
-
-    # Each of these runs on the main thread, except `_write`.
-
-    def _train(self, body: bytes) -> bytes:
-        return wire.pack_stats(self._engine.train(wire.unpack_request(body)))
-
-    def _logprobs(self, body: bytes) -> bytes:
-        return wire.pack_sequences(self._engine.logprobs(wire.unpack_sequences(body)), np.float32)
-
-    def _export(self, body: bytes) -> bytes:
-        self._engine.export(self._inside(body))
-        return wire.pack({})
-
-    def _stage(self, body: bytes) -> bytes:
-        self._engine.stage(self._inside(body))
-        return wire.pack({})
-
-    def _write(self, body: bytes) -> bytes:
-        self._engine.write(str(Path(wire.unpack(body)[0]["folder"]).resolve()))  # `stage` has looked at it
-        return wire.pack({})
-
-    def _specs(self, body: bytes) -> bytes:
-        return wire.pack_specs(self._engine.specs())
-
-    def _join_group(self, body: bytes) -> bytes:
-        self._sender.join(WeightGroup(**wire.unpack(body)[0]))
-        return wire.pack({})
-
-    def _broadcast(self, body: bytes) -> bytes:
-        self._sender.broadcast(wire.unpack(body)[0]["group"], self._engine.tensors())
-        return wire.pack({})
-
-    def _leave_group(self, body: bytes) -> bytes:
-        self._sender.leave(wire.unpack(body)[0]["group"])
-        return wire.pack({})
 
 
 def _do(job: Callable[[], bytes], future: Future[bytes]) -> None:
-    if not future.set_running_or_notify_cancel():  # its client has gone
+    if not future.set_running_or_notify_cancel():  # the client has disconnected
         return
     try:
         future.set_result(job())
@@ -190,7 +170,7 @@ def _failure(status: int, error: Exception) -> web.Response:
 def main(settings: wire.RankSettings) -> None:
     die_with_guard()
     token = os.environ.pop(wire.TOKEN)
-    warnings.filterwarnings("ignore", module="megatron")  # a dozen, about optional packages that are not there
+    warnings.filterwarnings("ignore", module="megatron")  # about missing optional packages
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a checkpoint is saved by one rank
     from areal.workers.trainer import cpu
 

@@ -1,4 +1,4 @@
-"""The trainer's end of SGLang's weight-update group: this rank is rank 0, the servers are the others."""
+"""The trainer's end of SGLang's weight-update groups: this rank is rank 0, the servers are the others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    Backend,
-    PrefixStore,
-    _new_process_group_helper,
-    _world,
-)
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from areal.errors import TrainerError
 from areal.workers.protocols import WeightGroup
@@ -23,8 +18,7 @@ from areal.workers.store import open_store
 
 
 class Sender:
-    """At most one group at a time. Every wait has `timeout_s`; after a failure the group is gone and another can be
-    joined."""
+    """Joins at most one group at a time. Every wait times out after `timeout_s`; a failure leaves the group."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
@@ -38,7 +32,7 @@ class Sender:
         try:
             size = group.world_size
             self._store = open_store(group.host, group.port, size, is_master=True, timeout=self._timeout)
-            # Exactly what SGLang's servers do: names of keys are built from the group's name.
+            # The same calls as in SGLang's servers, because the group's name is part of the store's keys.
             self._group, _ = _new_process_group_helper(
                 size,
                 0,
@@ -55,7 +49,7 @@ class Sender:
             raise TrainerError(f"weight group {group.name} of {group.world_size} was not formed: {error}") from error
 
     def broadcast(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the tensors in order. Raises TrainerError; the group is left then."""
+        """Send the tensors in order. Raises TrainerError, after leaving the group."""
         if self._group is None or name != self._name:
             raise TrainerError(f"weight group {name} is not joined")
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -72,7 +66,7 @@ class Sender:
             raise TrainerError(f"weight group {name}: {error}") from error
 
     def leave(self, name: str | None = None) -> None:
-        """Forget the group of that name, or whichever there is, and close its store."""
+        """Leave the current group if it has this name (or any, for None), and close its store."""
         if name is not None and name != self._name:
             return
         group, self._group, self._name = self._group, None, ""

@@ -1,7 +1,7 @@
-"""What controller and ranks send each other: a safetensors body whose metadata holds JSON. Never pickle.
+"""Messages between controller and ranks: a safetensors body whose metadata holds JSON. Never pickle.
 
-A request for one rank is a TrainRequest whose batch has that rank's sequences only and whose mini-batches have one
-shard. `split` makes them; sequence indices count from 0 in each.
+`split` makes the requests of single ranks: TrainRequests with that rank's sequences, indexed from 0, and one shard per
+mini-batch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from safetensors.numpy import load, save
 from areal.types import FlatBatch, MiniBatch, TensorSpec, TrainRequest, TrainStats
 
 TOKEN = "AREAL_TRAINER_TOKEN"
-"""Environment variable with the bearer token that a rank asks of whoever calls it."""
+"""Environment variable with the bearer token that a rank requires."""
 
 
 class WireError(ValueError):
-    """A body that is not what `pack` makes."""
+    """A malformed body."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What a rank is started with, besides torchrun's RANK and WORLD_SIZE, the file of their store, and the token.
-    `register` is the host:port where it says its address once it is ready. With a `checkpoint` (a folder, else ""),
-    weights and optimizer state are its, and `model_path` is not read. It writes inside of `roots` only."""
+    """Settings of a rank, besides torchrun's RANK and WORLD_SIZE, the store file and the token. checkpoint: a folder
+    to load instead of `model_path`, or "". register: the host:port to which the rank sends its address once it is
+    ready. roots: the only folders that it may write to."""
 
     model_path: str
     checkpoint: str
@@ -59,7 +59,7 @@ def unpack(body: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         size = int.from_bytes(body[:8], "little")
         return json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["json"]), arrays
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise WireError(f"a body of {len(body)} bytes is no message: {error!r}") from None
+        raise WireError(f"a body of {len(body)} bytes is not a valid message: {error!r}") from None
 
 
 def pack_request(request: TrainRequest) -> bytes:
@@ -94,13 +94,8 @@ def unpack_stats(body: bytes) -> TrainStats:
 
 
 def pack_sequences(sequences: Sequence[np.ndarray], dtype: type[np.generic]) -> bytes:
-    return pack(
-        {},
-        {
-            "flat": np.concatenate([np.zeros(0, dtype), *sequences], dtype=dtype),
-            "lengths": np.array([len(s) for s in sequences], dtype=np.int32),
-        },
-    )
+    flat = np.concatenate([np.zeros(0, dtype), *sequences], dtype=dtype)
+    return pack({}, {"flat": flat, "lengths": np.array([len(s) for s in sequences], dtype=np.int32)})
 
 
 def unpack_sequences(body: bytes) -> list[Any]:
@@ -125,13 +120,13 @@ def unpack_specs(body: bytes) -> list[TensorSpec]:
 
 
 def split(request: TrainRequest, ranks: int) -> list[TrainRequest]:
-    """One request for each data-parallel rank, with its own sequences only.
+    """One request per data-parallel rank, with its sequences only.
 
-    Raises ValueError when a mini-batch has another number of shards, or names a sequence that is not there.
+    Raises ValueError if a mini-batch has another number of shards or names a sequence that does not exist.
     """
     for number, mini in enumerate(request.minibatches):
         if len(mini.shards) != ranks:
-            raise ValueError(f"mini-batch {number} is planned for {len(mini.shards)} ranks; there are {ranks}")
+            raise ValueError(f"mini-batch {number} is planned for {len(mini.shards)} ranks, but there are {ranks}")
     return [_for_rank(request, rank) for rank in range(ranks)]
 
 

@@ -92,10 +92,10 @@ async def test_an_answer_aborted_in_the_queue_has_no_optional_keys(server: FakeS
         ("500", "HTTP 500.*out of order"),
         ("garbage", "JSONDecodeError"),
         ("short", "5 tokens, 4 log-probs"),
-        ("wrong", "not of the tokens"),
+        ("wrong", "do not belong to the tokens"),
         ("null", "TypeError.*not NoneType"),
         ("keys", "weight_versions"),
-        ("hole", "hole"),
+        ("hole", "gap"),
         ("empty", "no tokens, finish reason 'length'"),
         ("foreign", "sampled by weights 'other.0:3', not by run.0"),
     ],
@@ -213,7 +213,7 @@ async def test_flush_ends_what_still_runs(server: FakeServer, client: SGLangClie
 
 async def test_flush_has_a_deadline(server: FakeServer, client: SGLangClient) -> None:
     server.faults["/flush_cache"] = ["busy"] * 100
-    with pytest.raises(ServerRefused, match=r"could not be emptied within 0\.5 s"):
+    with pytest.raises(ServerRefused, match=r"was not emptied within 0\.5 s"):
         await client.flush()
 
 

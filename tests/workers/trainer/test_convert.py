@@ -61,9 +61,9 @@ class Tiny(torch.nn.Module):
 
 
 def test_load_refuses_what_does_not_fit(tmp_path: Path, tiny_qwen2: Path, architecture: Architecture) -> None:
-    with pytest.raises(ConfigError, match=r"has no place for tensor lm_head\.weight|no place for tensor"):
+    with pytest.raises(ConfigError, match=r"unexpected tensor lm_head\.weight"):
         convert.load(Tiny(), tiny_qwen2, architecture)
-    with pytest.raises(ConfigError, match=r"embed_tokens\.weight make a tensor of shape \(512, 64\).*\(600, 64\)"):
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight merge to shape \(512, 64\).*\(600, 64\)"):
         convert.load(Tiny(rows=600), tiny_qwen2, architecture)
     with pytest.raises(ConfigError, match=r"no \.safetensors file"):
         convert.load(Tiny(), tmp_path, architecture)
@@ -102,7 +102,7 @@ def test_a_writing_that_fails_leaves_the_old_folder(tmp_path: Path) -> None:
         yield "a", torch.zeros(2)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(TrainerError, match=r"cannot write the weights to .*out: .*No space left.* MB are free there"):
+    with pytest.raises(TrainerError, match=r"cannot write the weights to .*out: .*No space left.* MB are free"):
         convert.write_folder(tmp_path / "out", tensors(), {}, "float32")
     assert load_file(tmp_path / "out" / "model.safetensors")["a"].tolist() == [1, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -67,7 +67,7 @@ def test_each_rank_gets_its_own_sequences_whole(lengths: list[int], ranks: int, 
 
 
 def test_a_plan_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="planned for 2 ranks; there are 3"):
+    with pytest.raises(ValueError, match="planned for 2 ranks, but there are 3"):
         wire.split(request([3, 4], 2), 3)
     for number in (2, -1):
         bad = replace(request([3, 4], 1), minibatches=(MiniBatch((((number,),),), 1.0),))

@@ -41,7 +41,7 @@ unit: $(TOOLS)
 
 integration: $(TOOLS)
 	@echo '== integration tests, with real SGLang servers and real Megatron ranks'
-	@$(PYTEST) tests/integration $(ARGS)
+	@$(PYTEST) --numprocesses 3 --dist loadgroup --timeout 400 tests/integration $(ARGS)
 
 kill-test: $(TOOLS)
 	@echo '== kills at random moments, on real parts; KILLS=5 for fewer than 20 runs'

@@ -50,7 +50,7 @@ PROGRAM = """
         for turn in range(3):
             messages.append(await episode.chat(messages, tools=[look]))
             messages += [{"role": "user", "content": "again"}]
-            await asyncio.sleep(episode.rng.choice([0.1, 0.2, 3.0]))
+            await asyncio.sleep(episode.rng.choice([0.1, 0.2, LONGEST]))
         return 1.5 - len(set(messages[-2]["content"])) / 24
 
     async def main(config):
@@ -60,15 +60,30 @@ PROGRAM = """
     if __name__ == "__main__":
         launch(main)
 """
-END_S = 200.0
+END_S = 300.0
+MARK = "AREAL_TEST_MARK"
+
+
+def descendants(folder: Path) -> list[int]:
+    """Processes that have `folder` in their environment, such as in MARK, which children inherit; our own excepted."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(folder) in (entry / "environ").read_text(errors="replace"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
 
 
 class Run:
-    """One run of PROGRAM, over all its processes. `facts` is what its ledger has on disk."""
+    """One run of PROGRAM, over all its processes. `facts` is what its ledger has on disk. longest: the seconds of the
+    longest pause that an agent makes between two turns."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, longest: float = 3.0) -> None:
         self.program = folder / "program.py"
-        self.program.write_text(textwrap.dedent(PROGRAM))
+        self.program.write_text(textwrap.dedent(PROGRAM).replace("LONGEST", str(longest)))
         self._folder = folder
         self.process: subprocess.Popen[str] | None = None
         settings = {**SETTINGS, "model.path": model, "folder": folder / "runs"}
@@ -86,7 +101,8 @@ class Run:
 
     def _start(self, command: list[str]) -> None:
         log = (self._folder / "output.log").open("a")
-        self.process = subprocess.Popen(command, stdout=log, stderr=log, text=True, cwd=self._folder)
+        marked = {**os.environ, MARK: str(self._folder)}
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, text=True, cwd=self._folder, env=marked)
 
     def facts(self) -> list[Fact]:
         try:
@@ -111,17 +127,26 @@ class Run:
         assert self.process
         return self.process.wait(END_S)
 
+    def titles(self) -> set[str]:
+        """What the run's processes call themselves."""
+        assert self.process
+        return {child.name() for child in psutil.Process(self.process.pid).children(recursive=True)}
+
     def kill(self, what: str) -> None:
-        """SIGKILL to the "controller", a "server" or a "rank"."""
+        """SIGKILL to the "controller", a "server", its "scheduler" or a "rank"."""
         assert self.process
         if what == "controller":
             children = psutil.Process(self.process.pid).children(recursive=True)
             os.kill(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            deadline = time.monotonic() + 15
             _, left = psutil.wait_procs(children, timeout=15)
             assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE], "orphans"
+            while found := descendants(self._folder):
+                assert time.monotonic() < deadline, f"{found} have left the tree, and run"
+                time.sleep(0.05)
             return
-        mark = {"server": "cpu_server", "rank": "trainer.rank"}[what]
+        mark = {"server": "cpu_server", "scheduler": "sglang::scheduler", "rank": "trainer.rank"}[what]
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 words = child.cmdline()

@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import aiohttp
 import pytest
@@ -30,7 +31,9 @@ def load_example() -> ModuleType:
 
 
 @pytest.mark.timeout(300)
-async def test_the_service_answers_its_users_and_learns_from_their_ratings(tiny_qwen3: Path, tmp_path: Path) -> None:
+async def test_the_service_answers_its_users_and_learns_from_their_ratings(
+    tiny_qwen3: Path, tmp_path: Path, given_server: dict[str, Any]
+) -> None:
     example, port = load_example(), free_port()
     settings = {
         **example.DEFAULTS,
@@ -40,6 +43,7 @@ async def test_the_service_answers_its_users_and_learns_from_their_ratings(tiny_
         "train.steps": 3,
         "sampling.max_new_tokens": 8,
         "optimizer.lr": 1e-2,
+        **given_server,
     }
     service = asyncio.create_task(example.serve(Config.load(defaults=settings), port))
     rated: list[float] = []

@@ -72,7 +72,7 @@ def running(server: Server) -> int:
     return load["num_running_reqs"] + load["num_waiting_reqs"]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> float:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
     """Wait until the server says so; the seconds that it took."""
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -179,14 +179,20 @@ async def test_i8_cancelling_frees_the_place(sglang_server: Server, monkeypatch:
             for i in range(8)
         ]
         await until(lambda: running(sglang_server) == 8)
+        trips = []
+        for _ in range(10):  # what a question takes that waits for no token, on a machine as busy as this one
+            asked = loop.time()
+            await client.info()
+            trips.append(loop.time() - asked)
+        at_once = max(0.1, 2 * max(trips))
         cancelled = loop.time()
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)
-        assert loop.time() - cancelled < 0.1
-        assert await until(lambda: running(sglang_server) == 0) < 2
-        assert posted[0] - cancelled < 0.1
-        async with asyncio.timeout(2):
+        assert loop.time() - cancelled < at_once
+        assert await until(lambda: running(sglang_server) == 0) < 20 * at_once
+        assert posted[0] - cancelled < at_once
+        async with asyncio.timeout(20 * at_once):
             while fleet.stats().running:  # the answers are still on their way
                 await asyncio.sleep(0.01)
 

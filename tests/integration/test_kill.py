@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from areal.controller.facts import BatchFormed, Checkpointed, Fact, Finished, St
 from areal.controller.reader import LedgerReader
 from tests.integration.kills import STEPS, Run
 
+LONGEST_S = 1.0
+"""Long enough for a kill to find agents between two turns."""
+
 
 @pytest.fixture
 def run(tiny_qwen3: Path, tmp_path: Path) -> Iterator[Run]:
-    made = Run(tiny_qwen3, tmp_path)
+    made = Run(tiny_qwen3, tmp_path, LONGEST_S)
     yield made
     made.close()
 
@@ -23,12 +27,17 @@ def trained(facts: list[Fact]) -> int:
     return sum(isinstance(fact, Trained) for fact in facts)
 
 
-@pytest.mark.timeout(400)
-def test_the_controller_is_killed_before_the_first_checkpoint(run: Run) -> None:
-    """Step 1 is repeated from its recorded batch; unfinished episodes go on from their recorded turns."""
+@pytest.mark.timeout(900)
+def test_the_controller_is_killed_before_the_first_checkpoint_then_in_a_step_then_after_one(run: Run) -> None:
+    """Three kills of one run. Step 1 is repeated from its recorded batch, and unfinished episodes go on from their
+    recorded turns; the second kill is between BatchFormed and Trained; the last resume trains longer."""
+    began = time.monotonic()
     run.start()
     assert run.wait(lambda facts: 1 in run.losses()), run.output()
+    started = time.monotonic()
+    assert {"sglang::scheduler", "sglang::detokenizer"} <= run.titles()
     run.kill("controller")
+    assert time.monotonic() - started < max(5, (started - began) / 3), "SGLang's own processes outlived the controller"
     facts = run.facts()
     with LedgerReader.open(run.path / "ledger") as reader:
         ended = {(fact.group, fact.member) for fact in facts if isinstance(fact, Finished)}
@@ -36,19 +45,10 @@ def test_the_controller_is_killed_before_the_first_checkpoint(run: Run) -> None:
         assert not [reader.calls(group, member) for group, member in ended if reader.calls(group, member)]
     assert any(calls), "no episode was in the middle"
     run.resume()
-    assert run.end() == 0, run.output()
-    assert run.losses()[1][1:], "the step after the start was not repeated"
-    run.check()
-
-
-@pytest.mark.timeout(400)
-def test_the_controller_is_killed_in_a_step_and_after_one(run: Run) -> None:
-    """Two kills: between BatchFormed and Trained, then right after a step; the second resume trains longer."""
-    run.start()
 
     def in_step(facts: list[Fact]) -> bool:
         steps = [fact for fact in facts if isinstance(fact, BatchFormed | Trained)]
-        return trained(facts) >= 3 and isinstance(steps[-1], BatchFormed)
+        return trained(facts) >= 4 and isinstance(steps[-1], BatchFormed)
 
     assert run.wait(in_step), run.output()
     run.kill("controller")
@@ -58,13 +58,14 @@ def test_the_controller_is_killed_in_a_step_and_after_one(run: Run) -> None:
     run.kill("controller")
     run.resume(f"train.steps={STEPS + 2}", "servers.max_running=32")
     assert run.end() == 0, run.output()
+    assert run.losses()[1][1:], "the step after the start was not repeated"
     run.check(STEPS + 2)
     facts = run.facts()
-    assert [fact.life for fact in facts if isinstance(fact, Started)] == [0, 1, 2]
+    assert [fact.life for fact in facts if isinstance(fact, Started)] == [0, 1, 2, 3]
     assert sum(isinstance(fact, Checkpointed) for fact in facts) >= 3
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_i4_the_losses_of_a_killed_run_are_those_of_an_undisturbed_one(tiny_qwen3: Path, tmp_path: Path) -> None:
     """With eta = 0 and seeded sampling, step by step: repeated steps, recalled turns and all that is sampled later."""
     steps = 4
@@ -72,7 +73,7 @@ def test_i4_the_losses_of_a_killed_run_are_those_of_an_undisturbed_one(tiny_qwen
     runs = []
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
-        runs.append(Run(tiny_qwen3, tmp_path / name))
+        runs.append(Run(tiny_qwen3, tmp_path / name, LONGEST_S))
     undisturbed, killed = runs
     try:
         undisturbed.start(*seeded)
@@ -94,13 +95,13 @@ def test_i4_the_losses_of_a_killed_run_are_those_of_an_undisturbed_one(tiny_qwen
         assert losses[step] == pytest.approx(expected[step] * len(losses[step]), abs=1e-5), f"step {step}"
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("transport", ["disk", "group"])
-def test_a_rank_and_a_server_are_killed(run: Run, transport: str) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("transport", "server"), [("disk", "server"), ("group", "scheduler")])
+def test_a_rank_and_a_server_are_killed(run: Run, transport: str, server: str) -> None:
     """Each is replaced while the run goes on, and the weight group formed again without the one that died."""
     run.start(f"weights.transport={transport}")
     assert run.wait(lambda facts: trained(facts) >= 1), run.output()
-    run.kill("server")
+    run.kill(server)
     assert run.wait(lambda facts: trained(facts) >= 3), run.output()
     run.kill("rank")
     assert run.end() == 0, run.output()
@@ -109,18 +110,3 @@ def test_a_rank_and_a_server_are_killed(run: Run, transport: str) -> None:
     assert "the ranks are started again, 2 of 3" not in log
     assert log.count(" is dead: ") == 1, "the killed server, and no other"
     run.check()
-
-
-@pytest.mark.timeout(300)
-def test_what_a_resume_refuses(run: Run) -> None:
-    run.start("train.steps=1000")
-    assert run.wait(lambda facts: trained(facts) >= 1), run.output()
-    first = run.process
-    run.resume()  # of a run that goes on
-    assert run.end() == 1
-    assert "is written by another process: end that one first" in run.output()
-    run.process = first
-    run.kill("controller")
-    run.resume("seed=7")
-    assert run.end() == 2
-    assert "seed=7: the run in" in run.output()

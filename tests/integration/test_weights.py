@@ -21,9 +21,8 @@ from areal.errors import PublishError
 from areal.types import Floats, Ints, Sampling
 from areal.workers.protocols import TrainerClient, Workers
 from areal.workers.rollout.client import SGLangClient
-from areal.workers.trainer.launcher import start_trainer
 from tests import models
-from tests.integration.conftest import KEY, ORIGIN, Server
+from tests.integration.conftest import KEY, ORIGIN, RankSlot, Server, version_of
 from tests.integration.test_fleet import check, prompt, running, until
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "group"])
@@ -34,7 +33,7 @@ class Run:
     fleet: Fleet
     weights: WeightSync
     trainer: TrainerClient
-    version: int = 0
+    version: int
 
     async def step(self) -> None:
         """A step with a learning rate that shows."""
@@ -56,35 +55,37 @@ class Run:
 
 
 @asynccontextmanager
-async def running_with(server: Server, folder: Path, transport: str) -> AsyncIterator[Run]:
+async def running_with(
+    server: Server, rank_slot: RankSlot, folder: Path, transport: str, version: int | None = None
+) -> AsyncIterator[Run]:
     config = Config.load([f"weights.transport={transport}", "weights.timeout_s=60"])
-    trainer = await start_trainer(
-        config, model_path=str(server.model), log_folder=folder / "logs", life=0, roots=[folder]
-    )
     client = SGLangClient(server.url, origin=ORIGIN, vocab_size=models.VOCAB_SIZE, key=KEY, timeout_s=60.0)
     fleet = Fleet(config, [client], origin=ORIGIN)
-    weights = WeightSync(
-        config,
-        fleet,
-        Ranks(cast(Workers, None), trainer, 0),
-        folder / "weights",
-        origin=ORIGIN,
-        probe=probe_ids(models.VOCAB_SIZE),
-    )
-    run = asyncio.create_task(fleet.run(weights.sync_server))
-    try:
-        yield Run(fleet, weights, trainer)
-    finally:
-        await weights.close()
-        await fleet.close()
-        await run
-        await trainer.close()
+    async with rank_slot.lend(server.model, version=version) as trainer:
+        held = await version_of(trainer)
+        weights = WeightSync(
+            config,
+            fleet,
+            Ranks(cast(Workers, None), trainer, held),
+            folder / "weights",
+            origin=ORIGIN,
+            probe=probe_ids(models.VOCAB_SIZE),
+        )
+        run = asyncio.create_task(fleet.run(weights.sync_server))
+        try:
+            yield Run(fleet, weights, trainer, held)
+        finally:
+            await weights.close()
+            await fleet.close()
+            await run
 
 
 @TRANSPORTS
-async def test_i6_published_weights_are_the_trainers(sglang_server: Server, tmp_path: Path, transport: str) -> None:
+async def test_i6_published_weights_are_the_trainers(
+    sglang_server: Server, rank_slot: RankSlot, tmp_path: Path, transport: str
+) -> None:
     """Two publications while calls run: the verified gap, and every token's log-prob by its own weights."""
-    async with running_with(sglang_server, tmp_path, transport) as run:
+    async with running_with(sglang_server, rank_slot, tmp_path, transport, version=0) as run:
         folders = {0: sglang_server.model}
         calls = [
             asyncio.create_task(run.fleet.generate(prompt(10, i), Sampling(700, ignore_eos=True), key=f"e{i}"))
@@ -111,10 +112,10 @@ async def test_i6_published_weights_are_the_trainers(sglang_server: Server, tmp_
 
 @TRANSPORTS
 async def test_weights_that_are_not_the_trainers_do_not_serve(
-    sglang_server: Server, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+    sglang_server: Server, rank_slot: RankSlot, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verification has teeth: one step's difference is enough for it."""
-    async with running_with(sglang_server, tmp_path, transport) as run:
+    async with running_with(sglang_server, rank_slot, tmp_path, transport) as run:
         before = await run.trainer.logprobs([probe_ids(models.VOCAB_SIZE)])
         await run.step()
 

@@ -37,7 +37,7 @@ def test_the_controller_is_killed_before_the_first_checkpoint_then_in_a_step_the
     started = time.monotonic()
     assert {"sglang::scheduler", "sglang::detokenizer"} <= run.titles()
     run.kill("controller")
-    assert time.monotonic() - started < max(5, (started - began) / 3), "SGLang's own processes outlived the controller"
+    assert time.monotonic() - started < max(5, (started - began) / 6), "SGLang's own processes outlived the controller"
     facts = run.facts()
     with LedgerReader.open(run.path / "ledger") as reader:
         ended = {(fact.group, fact.member) for fact in facts if isinstance(fact, Finished)}

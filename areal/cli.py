@@ -27,8 +27,8 @@ from pydantic.fields import FieldInfo
 
 from areal.config import SETTINGS, Config
 from areal.errors import ArealError, ConfigError, Stalled, root_cause
-from areal.run import RunFolder
-from areal.view import PlainView, View
+from areal.folder import RunFolder
+from areal.monitor.terminal import PlainView, View
 
 STOP_S = 10.0
 """Seconds a program has to stop after the first Ctrl-C, and to close its event loop at the end."""
@@ -281,7 +281,7 @@ def _command(arguments: Sequence[str] | None) -> int:
 
 def _look(options: argparse.Namespace) -> int:
     """`replay` and `inspect`."""
-    from areal import inspection, replay
+    from areal.history import inspection, replay
 
     folder = RunFolder(Path(options.run))
     try:

@@ -20,8 +20,8 @@ import numpy as np
 import orjson
 
 from areal.config import Config
+from areal.config.schema import Data
 from areal.errors import ConfigError, DataError
-from areal.settings import Data
 from areal.types import Task
 
 Row = Mapping[str, Any]

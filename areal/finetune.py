@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 from areal.algorithms.batching import learning_rate, sft_request
 from areal.config import Config
 from areal.workers.local import model_folder
+from areal.workers.megatron.launcher import start_trainer
 from areal.workers.placement import place
-from areal.workers.trainer.launcher import start_trainer
 
 log = logging.getLogger("areal")
 

@@ -39,8 +39,8 @@ from areal.controller.ledger import Ledger
 from areal.controller.watchdog import spare_the_loop
 from areal.types import Ints, Sampling
 from areal.workers.process import Child, free_port
-from areal.workers.rollout.client import SGLangClient, open_session
-from areal.workers.rollout.launcher import wait_ready
+from areal.workers.sglang.client import SGLangClient, open_session
+from areal.workers.sglang.launcher import wait_ready
 from benchmarks.idle_episodes import byte_tokenizer
 from benchmarks.table import arguments, report
 

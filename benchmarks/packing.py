@@ -16,7 +16,7 @@ import numpy as np
 from areal.algorithms.packing import plan
 from areal.config import Config
 from areal.types import FlatBatch, MiniBatch, TrainRequest
-from areal.workers.trainer.launcher import start_trainer
+from areal.workers.megatron.launcher import start_trainer
 from benchmarks.table import arguments, report
 from tests import models
 

@@ -31,7 +31,7 @@ from areal.controller.facts import (
 )
 from areal.controller.ledger import Ledger
 from areal.errors import TooManyFailures
-from areal.run import RunFolder
+from areal.folder import RunFolder
 from areal.simulation.audit import groups_of
 from areal.simulation.clock import run
 from areal.simulation.server import Speed

@@ -27,11 +27,11 @@ from areal.controller.fleet import Fleet
 from areal.controller.ranks import Ranks
 from areal.controller.weights import WeightSync, probe_ids
 from areal.types import Sampling
+from areal.workers.megatron.launcher import start_trainer
 from areal.workers.process import free_port
-from areal.workers.protocols import Workers
-from areal.workers.rollout.client import SGLangClient, make_label
-from areal.workers.rollout.launcher import launch_server, wait_ready
-from areal.workers.trainer.launcher import start_trainer
+from areal.workers.protocols import Workers, make_label
+from areal.workers.sglang.client import SGLangClient
+from areal.workers.sglang.launcher import launch_server, wait_ready
 from benchmarks.table import arguments, report
 from tests import models
 

@@ -11,7 +11,7 @@ import pytest
 from areal.cli import describe, exit_code, main, markdown, supervise
 from areal.config import Config
 from areal.errors import ConfigError, DataError, ServerLost, Stalled, TooManyFailures, TrainerError
-from areal.run import RunFolder
+from areal.folder import RunFolder
 
 
 class Program:

@@ -23,17 +23,19 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from areal import metrics
 from areal.agents.episode import Episode
+from areal.checks import before_run, machine, short, template
+from areal.checks.findings import Finding, collect
 from areal.cli import main
 from areal.config import Config
 from areal.controller.controller import Controller
-from areal.doctor import Finding, before_run, chat, collect, doctor, live, machine, short
+from areal.doctor import doctor, live
 from areal.doctor.agent import load_agent
 from areal.errors import ConfigError
+from areal.monitor import metrics
 from areal.types import Completion, Ints, Sampling, Task
+from areal.workers.models.architecture import Architecture
 from areal.workers.process import free_port
-from areal.workers.trainer.architecture import Architecture
 from tests import models
 from tests.agents import templates
 
@@ -103,7 +105,7 @@ REFUSES = (
 
 def template_findings(folder: Path, template: str, args: dict[str, Any] | None = None) -> list[Finding]:
     models.write_tokenizer(folder, template)
-    return collect("template", chat.template(AutoTokenizer.from_pretrained(folder), args))
+    return collect("template", template.template(AutoTokenizer.from_pretrained(folder), args))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-without-thinking", "qwen2.5", "thinker"])
@@ -133,7 +135,7 @@ def test_a_template_that_cannot_be_extended(tmp_path: Path, template: str) -> No
 
 def test_a_template_with_calls_that_areal_does_not_read(tmp_path: Path) -> None:
     tokenizer = templates.tokenizer(tmp_path, "llama3")
-    finding = the_only(collect("template", chat.template(tokenizer)))
+    finding = the_only(collect("template", template.template(tokenizer)))
     assert finding.level == "warning"
     assert '"parameters"' in finding.message
 

@@ -4,7 +4,7 @@ import inspect
 import pytest
 
 from areal import types
-from areal.metrics import StepReport
+from areal.monitor.metrics import StepReport
 from areal.workers import protocols
 
 RECORDS = [

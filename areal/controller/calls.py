@@ -122,7 +122,7 @@ class Calls:
             self.interruptions += 1
 
     def _aborted(self, part: Generation, sampling: Sampling, left: int) -> tuple[Generation, Finish]:
-        """How an aborted request counts: SGLang looks for an abort before it looks for an end token or the length."""
+        """How an aborted request counts: a server looks for an abort before it looks for an end token or the length."""
         if not sampling.ignore_eos:
             ends = np.isin(part.output_ids, (*self._stop_ids, *sampling.stop_token_ids))
             if ends.any():

@@ -20,7 +20,7 @@ from areal.controller.signal import Signal
 from areal.controller.weights import WeightSync, probe_ids
 from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import root_cause
-from areal.run import take_folder, weights_folder
+from areal.folder import take_folder, weights_folder
 from areal.types import Sampling
 from areal.workers.protocols import Workers
 

@@ -23,6 +23,7 @@ from typing import Self
 
 from areal.agents.episode import Episode
 from areal.agents.journal import Journal
+from areal.checks import before_run
 from areal.config import Config
 from areal.controller.cluster import Cluster
 from areal.controller.evaluation import Evaluation, evaluate
@@ -36,12 +37,11 @@ from areal.controller.train import TrainLoop
 from areal.controller.watchdog import LoopWatch, Progress, Wait, Watchdog, spare_the_loop, waits_of
 from areal.data import Tasks, check, evaluation_tasks
 from areal.deadlines import DEADLINES, Deadlines
-from areal.doctor import before_run
 from areal.errors import ArealError, root_cause
-from areal.metrics import Metrics
-from areal.run import RunFolder
+from areal.folder import RunFolder
+from areal.monitor.metrics import Metrics
+from areal.monitor.terminal import open_view
 from areal.types import EpisodeRecord, Sampling, Task
-from areal.view import open_view
 from areal.workers.local import LocalWorkers
 from areal.workers.protocols import Workers
 

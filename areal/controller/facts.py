@@ -108,10 +108,6 @@ class Serving:
     version: int
 
 
-KEPT_STEPS = 10
-"""Steps before a checkpoint whose trajectories stay in the ledger, for `areal inspect`; no resume needs them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
     """A checkpoint of `version` is complete at `path`: the steps up to it are final (I4)."""

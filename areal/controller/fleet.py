@@ -23,8 +23,7 @@ from areal.controller.router import Router
 from areal.controller.server import UP, Server, State
 from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import ConfigError, ProcessError, ServerError, ServerLost, ServerRefused
-from areal.workers.protocols import ServerClient
-from areal.workers.rollout.client import version_of
+from areal.workers.protocols import ServerClient, version_of
 
 log = logging.getLogger("areal")
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from areal import folder as run_folder
 from areal.agents import journal
 from areal.agents.journal import RecordedCall
 from areal.controller import codec, facts
@@ -236,7 +237,7 @@ class Ledger:
                 for table in ("episodes", "calls"):
                     execute(f"DELETE FROM {table} WHERE grp = ?", (fact.group,))
             case Checkpointed():
-                oldest = (fact.version - facts.KEPT_STEPS,)
+                oldest = (fact.version - run_folder.KEPT_STEPS,)
                 execute("DELETE FROM episodes WHERE grp IN (SELECT grp FROM trained WHERE from_version < ?)", oldest)
                 execute("DELETE FROM trained WHERE from_version < ?", oldest)
 

@@ -17,10 +17,10 @@ from areal.controller.rollout import RolloutLoop
 from areal.controller.scheduler import State
 from areal.controller.watchdog import LoopWatch
 from areal.controller.weights import PublishStats
-from areal.metrics import Metrics, StepReport, staleness_of
-from areal.run import RunFolder
+from areal.folder import RunFolder
+from areal.monitor.metrics import Metrics, StepReport, staleness_of
+from areal.monitor.terminal import View
 from areal.types import Batch, TrainStats
-from areal.view import View
 
 BIAS_EPISODES, BIAS_SHARE, BIAS_RATIO = 20, 0.02, 1.5
 """A length bias is warned of from so many dropped episodes on, such a share, and such a ratio of mean lengths."""

@@ -24,7 +24,7 @@ from areal.controller.rollout import RolloutLoop
 from areal.controller.scheduler import Scheduler
 from areal.controller.weights import PublishStats
 from areal.errors import TrainerError, VersionConflict
-from areal.run import RunFolder
+from areal.folder import RunFolder
 from areal.types import Batch, TrainStats
 
 log = logging.getLogger("areal")

@@ -33,7 +33,7 @@ from areal.controller.signal import Signal
 from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import ArealError, PublishError, ServerError, ServerLost, ServerRefused, TrainerError
 from areal.types import Floats, Ints
-from areal.workers.rollout.client import make_label
+from areal.workers.protocols import make_label
 
 FLOAT32_TOLERANCE = 1e-4
 """Largest log-prob difference of any token of the probe between server and trainer."""

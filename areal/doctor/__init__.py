@@ -16,61 +16,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from areal.checks import short, template
+from areal.checks.findings import Finding, Result, collect
 from areal.config import Config
 from areal.controller.cluster import Cluster
 from areal.controller.rollout import Agent
 from areal.data import check, read
-from areal.doctor import chat, data, live, machine
-from areal.doctor.findings import Finding, Result, collect
+from areal.doctor import live
 from areal.errors import ArealError, ConfigError, root_cause
 from areal.types import Task
-from areal.workers.local import LocalWorkers, load_tokenizer, model_folder
-from areal.workers.placement import count_devices
+from areal.workers.local import LocalWorkers
 from areal.workers.protocols import Workers
-from areal.workers.rollout.client import UNUSABLE_TOKENS
-from areal.workers.rollout.launcher import check_model, context_of
-from areal.workers.trainer.architecture import Architecture
 
-__all__ = ["Finding", "before_run", "doctor", "short"]
+__all__ = ["Finding", "doctor"]
 
 log = logging.getLogger("areal")
 
 TRIED_TASKS = 10
 """Number of tasks on which the agent is tried."""
-
-
-def short(config: Config, tasks: Sequence[Task] | None = None) -> list[Finding]:
-    """The checks that start no process. tasks: those that the program passes; None takes `data.train`.
-
-    Blocks while reading data and tokenizer: under an event loop, call it in a thread.
-    """
-    findings = collect("placement", machine.placement(config))
-    findings += collect("ports", machine.ports(config))
-    findings += collect("open files", machine.open_files(config))
-    findings += collect("metrics", machine.sinks(config))
-    tokenizer, room = None, config.model.context_length - UNUSABLE_TOKENS
-    try:
-        folder = model_folder(config.model.path)
-        check_model(folder, config.model.context_length)
-        architecture = Architecture.read(folder)
-        findings += collect("disk", machine.disk(config, architecture))
-        findings += collect("memory", machine.memory(config, architecture))
-        room = context_of(config, architecture, count_devices() > 0) - UNUSABLE_TOKENS
-        tokenizer = load_tokenizer(folder)
-        findings += collect("template", chat.template(tokenizer, config.model.template_args))
-    except ConfigError as error:
-        findings.append(Finding("model", "problem", str(error)))
-    return findings + collect("data", data.rows(config, tasks, tokenizer, room))
-
-
-def before_run(config: Config) -> None:
-    """`short` at the start of a run: log warnings, and raise ConfigError with all problems. Blocks."""
-    findings = short(config)
-    for finding in findings:
-        if finding.level == "warning":
-            log.warning("%s", finding.text)
-    if problems := [finding.text for finding in findings if finding.level == "problem"]:
-        raise ConfigError("\n".join(problems))
 
 
 async def doctor(
@@ -110,7 +73,7 @@ async def doctor(
     if any(finding.level == "problem" for finding in findings):
         found([Finding("servers and ranks", "warning", "not started", "fix the problems above first")])
         return findings
-    found(await asyncio.to_thread(collect, "tool parser", chat.parser(chat.parser_of(config))))
+    found(await asyncio.to_thread(collect, "tool parser", template.parser(template.parser_of(config))))
     try:
         await asyncio.to_thread(os.makedirs, config.folder, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="doctor-", dir=config.folder) as folder:

@@ -18,12 +18,12 @@ from typing import Any, Self
 import numpy as np
 
 from areal.algorithms.batching import sft_request
+from areal.checks.findings import Result
 from areal.config import Config
 from areal.controller.cluster import Cluster
 from areal.controller.rollout import Agent, Failure, name_of, run_episode
 from areal.controller.server import Server
 from areal.controller.weights import BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE, probe_ids
-from areal.doctor.findings import Result
 from areal.errors import ServerRefused
 from areal.types import Floats, Ints, Sampling, Task
 

@@ -12,7 +12,7 @@ from areal.simulation.server import SimulatedServer
 from areal.simulation.weights import Weights
 from areal.types import Floats, Generation, Ints, Sampling, TensorSpec
 from areal.workers.protocols import ServerInfo, WeightGroup
-from areal.workers.rollout.client import ABORT_TIMEOUT_S, HEALTH_TIMEOUT_S
+from areal.workers.sglang.client import ABORT_TIMEOUT_S, HEALTH_TIMEOUT_S
 
 DISCONNECT_S = 1.0
 """Seconds after which a server notices that whoever asked has closed the connection."""

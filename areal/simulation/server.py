@@ -21,7 +21,7 @@ import numpy as np
 from areal.errors import ServerLost
 from areal.simulation.weights import Weights
 from areal.types import Finish, Generation, Ints, Sampling
-from areal.workers.rollout.client import version_of
+from areal.workers.protocols import version_of
 
 SAMPLED = 1000
 """Sampled ids are SAMPLED to SAMPLED + CYCLE - 1; the ids of prompts and tools are below."""

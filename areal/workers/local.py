@@ -14,16 +14,16 @@ from typing import Any
 from areal.agents.template import Template
 from areal.config import Config
 from areal.errors import ConfigError, ServerRefused
-from areal.run import weights_folder
+from areal.folder import weights_folder
+from areal.workers.megatron.launcher import start_trainer
+from areal.workers.models.architecture import Architecture
 from areal.workers.placement import place
 from areal.workers.process import Child, check_owner, check_port, free_port
-from areal.workers.protocols import ServerClient, TrainerClient
-from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label, open_session
-from areal.workers.rollout.launcher import check_model, context_of, launch_server, wait_ready
-from areal.workers.rollout.server import SERVER_KEY
+from areal.workers.protocols import ServerClient, TrainerClient, make_label
+from areal.workers.sglang.client import UNUSABLE_TOKENS, SGLangClient, open_session
+from areal.workers.sglang.launcher import check_model, context_of, launch_server, wait_ready
+from areal.workers.sglang.server import SERVER_KEY
 from areal.workers.store import remove_stores
-from areal.workers.trainer.architecture import Architecture
-from areal.workers.trainer.launcher import start_trainer
 
 log = logging.getLogger("areal")
 

@@ -1,6 +1,6 @@
 """The interfaces through which the controller uses servers and the trainer, and starts both (`Workers`).
 
-The real clients are `workers.rollout.client.SGLangClient` and `workers.trainer.client.HttpTrainer`. A simulation
+The real clients are `workers.sglang.client.SGLangClient` and `workers.megatron.client.HttpTrainer`. A simulation
 replaces these interfaces and nothing else.
 """
 
@@ -174,3 +174,14 @@ class Workers(Protocol):
 
     async def close(self) -> None:
         """Stop all servers and ranks."""
+
+
+def make_label(origin: str, version: int) -> str:
+    """The label of weights on a server: "<run>.<life>:<version>", where `origin` is "<run>.<life>"."""
+    return f"{origin}:{version}"
+
+
+def version_of(label: str, origin: str) -> int | None:
+    """The version that `label` names, or None if it is not a label of `origin`."""
+    head, _, tail = label.rpartition(":")
+    return int(tail) if head == origin and tail.isascii() and tail.isdigit() else None

@@ -18,7 +18,7 @@ from areal.deadlines import Deadlines
 from areal.errors import ConfigError, EpisodeError, ProcessError, ServerError, ServerLost, root_cause
 from areal.types import Completion, Ints, Sampling
 from areal.workers.protocols import ServerClient
-from areal.workers.rollout.client import SGLangClient
+from areal.workers.sglang.client import SGLangClient
 from tests.fake_server import EOS, ORIGIN, VOCAB, FakeServer, check
 
 PROMPT = [5, 17, 42]

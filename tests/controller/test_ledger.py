@@ -13,8 +13,9 @@ import threading
 import numpy as np
 import pytest
 
+from areal import folder as run_folder
 from areal.agents.journal import RecordedCall
-from areal.controller import codec, facts
+from areal.controller import codec
 from areal.controller import ledger as ledger_module
 from areal.controller.facts import Admitted, BatchFormed, Checkpointed, Completed, Dropped, Failed, Finished, Trained
 from areal.controller.ledger import Ledger
@@ -144,7 +145,7 @@ async def test_an_unknown_fact_or_a_damaged_trajectory_is_named(tmp_path):
 
 
 async def test_i4_a_trajectory_lives_until_it_is_dropped_or_covered_by_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "KEPT_STEPS", 0)
+    monkeypatch.setattr(run_folder, "KEPT_STEPS", 0)
     async with ledger_at(tmp_path, Ledger.create) as ledger:
         for group in range(5):
             for fact, record in story(group):
@@ -181,10 +182,10 @@ async def test_trajectories_of_the_last_steps_before_a_checkpoint_stay(tmp_path)
         ledger.append(BatchFormed(0, 0, (0,), 0, 0))
         ledger.append(Trained(0, 1))
         ledger.append(BatchFormed(1, 1, (1,), 0, 0))
-        ledger.append(Checkpointed(facts.KEPT_STEPS, "c"))
+        ledger.append(Checkpointed(run_folder.KEPT_STEPS, "c"))
         await ledger.barrier()
         assert ledger.episode(0, 0).group == 0
-        ledger.append(Checkpointed(facts.KEPT_STEPS + 1, "c"))
+        ledger.append(Checkpointed(run_folder.KEPT_STEPS + 1, "c"))
         await ledger.barrier()
         with pytest.raises(LedgerError, match=r"episode of group 0, member 0: none"):
             ledger.episode(0, 0)
@@ -192,7 +193,7 @@ async def test_trajectories_of_the_last_steps_before_a_checkpoint_stay(tmp_path)
 
 
 async def test_the_room_of_what_is_deleted_is_used_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "KEPT_STEPS", 0)
+    monkeypatch.setattr(run_folder, "KEPT_STEPS", 0)
     async with ledger_at(tmp_path, Ledger.create) as ledger:
         for step in range(30):
             for fact, record in story(step):

@@ -13,9 +13,9 @@ from areal.controller.fleet import FleetStats
 from areal.controller.report import Reporter
 from areal.controller.state import Lengths, State
 from areal.controller.weights import PublishStats
-from areal.run import RunFolder
+from areal.folder import RunFolder
+from areal.monitor.terminal import View
 from areal.types import Batch, EpisodeRecord, Group, TrainStats
-from areal.view import View
 
 FLEET = FleetStats(0, 0, 0, 0, 0, 0, 0, 0, 1, 0.0)
 STATS = TrainStats(1, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 10, 10, 1.0)

@@ -20,7 +20,7 @@ from areal.deadlines import Deadlines
 from areal.errors import ProcessError, PublishError, TrainerError
 from areal.types import Completion, Sampling
 from areal.workers.protocols import ServerClient, Workers
-from areal.workers.rollout.client import SGLangClient
+from areal.workers.sglang.client import SGLangClient
 from tests.fake_server import EOS, ORIGIN, VOCAB, FakeServer, FakeTrainer, check
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "group"])

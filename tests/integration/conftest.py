@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from areal.config import Config
+from areal.workers.megatron.client import HttpTrainer
+from areal.workers.megatron.launcher import start_trainer
 from areal.workers.process import Child, free_port
-from areal.workers.rollout.client import SGLangClient, make_label
-from areal.workers.rollout.launcher import launch_server, wait_ready
-from areal.workers.rollout.server import SERVER_KEY
-from areal.workers.trainer.client import HttpTrainer
-from areal.workers.trainer.launcher import start_trainer
+from areal.workers.protocols import make_label
+from areal.workers.sglang.client import SGLangClient
+from areal.workers.sglang.launcher import launch_server, wait_ready
+from areal.workers.sglang.server import SERVER_KEY
 from tests.models import VOCAB_SIZE
 
 ORIGIN = "test.0"

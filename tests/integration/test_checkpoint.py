@@ -21,9 +21,9 @@ from areal.algorithms.packing import plan
 from areal.config import Config
 from areal.errors import TrainerError
 from areal.types import NOT_SAMPLED, FlatBatch, MiniBatch, TrainRequest, TrainStats
+from areal.workers.megatron.client import HttpTrainer
+from areal.workers.megatron.launcher import start_trainer
 from areal.workers.store import SUFFIX
-from areal.workers.trainer.client import HttpTrainer
-from areal.workers.trainer.launcher import start_trainer
 from tests import models
 
 
@@ -208,7 +208,7 @@ async def test_no_room_for_a_checkpoint(tmp_path: Path, tiny_qwen3: Path) -> Non
 
 DISTRIBUTED = """
 import sys
-from areal.workers.trainer import cpu
+from areal.workers.megatron import cpu
 assert cpu.install()
 if "broken" not in sys.argv:
     assert cpu.fix_adam_state()
@@ -217,9 +217,9 @@ import torch, torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from areal.workers.trainer import checkpoint, convert
-from areal.workers.trainer.architecture import Architecture
-from areal.workers.trainer.model import Scorer, build
+from areal.workers.megatron import checkpoint, convert
+from areal.workers.models.architecture import Architecture
+from areal.workers.megatron.model import Scorer, build
 
 source, folder, bf16 = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "bfloat16"
 dtype = torch.bfloat16 if bf16 else torch.float32

@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal.agents.episode import Episode
+from areal.checks import template
+from areal.checks.findings import Finding, collect
 from areal.cli import main
 from areal.config import Config
-from areal.doctor import Finding, chat, collect, doctor
+from areal.doctor import doctor
 from areal.types import Task
 from areal.workers.local import LocalWorkers
 from areal.workers.protocols import ServerClient
-from areal.workers.rollout.client import SGLangClient
+from areal.workers.sglang.client import SGLangClient
 from tests import models
 
 TASKS = [{"id": f"t{i}", "question": f"the city of person {i}"} for i in range(12)]
@@ -141,21 +143,21 @@ async def test_a_server_that_does_not_come_up_is_a_finding(tiny_qwen3: Path, tmp
 
 def test_a_parser_that_disagrees() -> None:
     """That of Llama 3 reads another form; no parser is refused; a changed areal would be noticed."""
-    assert [f.level for f in collect("tool parser", chat.parser("qwen25"))] == ["ok"]
-    (finding,) = collect("tool parser", chat.parser("llama3"))
+    assert [f.level for f in collect("tool parser", template.parser("qwen25"))] == ["ok"]
+    (finding,) = collect("tool parser", template.parser("llama3"))
     assert finding.level == "problem"
     assert "<tool_call>" in finding.message
-    (finding,) = collect("tool parser", chat.parser("none"))
+    (finding,) = collect("tool parser", template.parser("none"))
     assert finding.level == "problem"
     arguments = ["servers.args=['--tool-call-parser=llama3']"]
-    assert chat.parser_of(Config.load(arguments)) == "llama3"
-    assert chat.parser_of(Config.load()) == "qwen25"
+    assert template.parser_of(Config.load(arguments)) == "llama3"
+    assert template.parser_of(Config.load()) == "qwen25"
 
 
 def test_a_parser_of_ours_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes the first closing tag, though it is inside a string."""
-    real = chat.parse_calls
-    monkeypatch.setattr(chat, "parse_calls", lambda text, tools: real(text.replace('</tool_call>\\" b', ""), tools))
-    (finding,) = collect("tool parser", chat.parser("qwen25"))
+    real = template.parse_calls
+    monkeypatch.setattr(template, "parse_calls", lambda text, tools: real(text.replace('</tool_call>\\" b', ""), tools))
+    (finding,) = collect("tool parser", template.parser("qwen25"))
     assert finding.level == "problem"
     assert finding.message.startswith("SGLang's parser 'qwen25' reads 1 of 12 texts otherwise")

@@ -16,7 +16,8 @@ from areal.config import Config
 from areal.controller.fleet import Fleet
 from areal.errors import ServerError
 from areal.types import Completion, Floats, Ints, Sampling
-from areal.workers.rollout.client import UNUSABLE_TOKENS, SGLangClient, make_label
+from areal.workers.protocols import make_label
+from areal.workers.sglang.client import UNUSABLE_TOKENS, SGLangClient
 from tests import models
 from tests.integration.conftest import KEY, ORIGIN, Server
 

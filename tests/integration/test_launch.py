@@ -12,8 +12,8 @@ import pytest
 from areal.config import Config
 from areal.errors import ProcessError
 from areal.workers.process import Child, free_port
-from areal.workers.rollout.client import SGLangClient
-from areal.workers.rollout.launcher import launch_server, wait_ready
+from areal.workers.sglang.client import SGLangClient
+from areal.workers.sglang.launcher import launch_server, wait_ready
 from tests.integration.conftest import KEY, LABEL, ORIGIN, Server
 from tests.models import SPECIAL_TOKENS, VOCAB_SIZE
 

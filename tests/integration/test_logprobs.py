@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal.types import Ints, Sampling
-from areal.workers.rollout.client import SGLangClient
+from areal.workers.sglang.client import SGLangClient
 from tests.integration.conftest import KEY, LABEL, RankSlot, ServerSlot
 from tests.models import VOCAB_SIZE
 

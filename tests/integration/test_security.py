@@ -229,7 +229,7 @@ def test_another_address_of_this_machine_is_closed(sglang_server: Server) -> Non
 @pytest.mark.timeout(400)
 def test_a_server_does_not_start_without_a_key(tiny_qwen3: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "AREAL_SERVER_KEY"}
-    words = [sys.executable, "-m", "areal.workers.rollout.cpu_server", "--model-path", str(tiny_qwen3), "--port", "1"]
+    words = [sys.executable, "-m", "areal.workers.sglang.cpu_server", "--model-path", str(tiny_qwen3), "--port", "1"]
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "AREAL_SERVER_KEY is not set" in ended.stderr

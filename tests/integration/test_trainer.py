@@ -28,11 +28,11 @@ from areal.algorithms.packing import plan
 from areal.config import Config
 from areal.errors import ConfigError, TrainerError, VersionConflict
 from areal.types import NOT_SAMPLED, FlatBatch, MiniBatch, TrainRequest, TrainStats
+from areal.workers.megatron import wire
+from areal.workers.megatron.client import HttpTrainer
+from areal.workers.megatron.launcher import start_trainer
 from areal.workers.process import free_port
 from areal.workers.protocols import WeightGroup
-from areal.workers.trainer import wire
-from areal.workers.trainer.client import HttpTrainer
-from areal.workers.trainer.launcher import start_trainer
 from tests import models
 from tests.integration.conftest import RankSlot, version_of
 
@@ -503,7 +503,7 @@ async def test_start_failures(tmp_path: Path, tiny_qwen3: Path) -> None:
 
 
 ADAM = """
-from areal.workers.trainer import cpu
+from areal.workers.megatron import cpu
 assert cpu.install() and cpu.fix_adam_state()
 import torch, torch.distributed as dist
 from megatron.core import parallel_state

@@ -20,7 +20,7 @@ from areal.controller.weights import PublishStats, WeightSync, probe_ids
 from areal.errors import PublishError
 from areal.types import Floats, Ints, Sampling
 from areal.workers.protocols import TrainerClient, Workers
-from areal.workers.rollout.client import SGLangClient
+from areal.workers.sglang.client import SGLangClient
 from tests import models
 from tests.integration.conftest import KEY, ORIGIN, RankSlot, Server, version_of
 from tests.integration.test_fleet import check, prompt, running, until

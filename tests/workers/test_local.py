@@ -13,8 +13,8 @@ from areal.config import Config
 from areal.errors import ConfigError, ProcessError
 from areal.workers import local
 from areal.workers.local import LocalWorkers
-from areal.workers.rollout.client import UNUSABLE_TOKENS
-from areal.workers.rollout.launcher import context_of
+from areal.workers.sglang.client import UNUSABLE_TOKENS
+from areal.workers.sglang.launcher import context_of
 
 
 class Child:

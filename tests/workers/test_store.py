@@ -15,7 +15,7 @@ from torch.distributed import FileStore, Store
 
 from areal.errors import ProcessError
 from areal.workers.process import free_port, free_ports
-from areal.workers.rollout.server import close_store
+from areal.workers.sglang.server import close_store
 from areal.workers.store import STORE, is_loopback, new_store, open_store, remove_stores
 
 TIMEOUT = timedelta(seconds=5)

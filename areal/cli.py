@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import tomllib
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 from pydantic.fields import FieldInfo
 
 from areal.config import SETTINGS, Config
-from areal.errors import ArealError, ConfigError, Stalled, root_cause
+from areal.errors import ArealError, ConfigError, Stalled, Stopped, root_cause
 from areal.folder import RunFolder
 from areal.monitor.terminal import PlainView, View
 
@@ -43,7 +44,8 @@ def launch(
 
     The config comes from `defaults` (dotted keys) and the command line: `[FILE.toml ...] [key=value ...]`, or
     `--resume RUN [key=value ...]` (used by `areal resume RUN`).
-    Exit codes: 0 done; 1 failed; 2 a setting or the data is wrong; 3 stalled; 128 + n stopped by signal n (Ctrl-C 130).
+    Exit codes: 0 done; 1 failed; 2 a setting or the data is wrong; 3 stalled; 128 + n stopped by signal n (Ctrl-C and
+    `areal stop` 130).
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
@@ -165,6 +167,8 @@ def exit_code(error: BaseException) -> int:
             return 2
         case Stalled():
             return 3
+        case Stopped():
+            return 128 + signal.SIGINT
         case _:
             return 1
 
@@ -210,60 +214,77 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(error)
 
 
-def _command(arguments: Sequence[str] | None) -> int:
-    settings = argparse.ArgumentParser(add_help=False)
-    settings.add_argument("settings", nargs="*", metavar="FILE.toml or key=value", help="key=value overrides files")
-    run = argparse.ArgumentParser(add_help=False)
-    run.add_argument("run", help="the folder of the run, such as runs/latest")
+_COMMANDS = {
+    "config": (
+        "print the effective settings and where each came from",
+        "Print all settings as TOML, each with the origin of its value: default, a file, or argument. The output can "
+        "be used as a FILE.toml. Exit code 2 for a wrong setting.",
+    ),
+    "doctor": (
+        "check a configuration before running it",
+        "Check the machine, data, chat template and tool calls; then start one server and the ranks, compare their "
+        "log-probs, try the agent, and publish weights. Exit code 0: no problem; 1: at least one; 2: a setting or "
+        "--agent is wrong.",
+    ),
+    "resume": (
+        "resume a stopped or killed run",
+        "Restart the program of a run from its last checkpoint: later steps are repeated with their recorded batches, "
+        "finished episodes are kept, and unfinished ones continue. Some settings may change.",
+    ),
+    "status": (
+        "show what a run in progress does now",
+        "One screen: step, groups, servers, ranks, and what the run waits for. Exit code 1: it is not in progress.",
+    ),
+    "servers": (
+        "change the servers of a run in progress",
+        "Add or remove servers. Returns once new ones accept requests and the others are gone, whose calls continue "
+        "elsewhere. `areal resume` starts with the configured servers again.",
+    ),
+    "stop": (
+        "stop a run in progress as Ctrl-C does",
+        "The run writes a last checkpoint if there is time, and can be resumed.",
+    ),
+    "inspect": (
+        "show a run, one group, or one episode token by token",
+        "Show what the ledger records: counts for the run, or everything about one group or episode. Read-only; the "
+        "run may be in progress.",
+    ),
+    "replay": (
+        "re-run the scheduling decisions of a recorded run and report differences",
+        "Repeat every decision in the ledger with the current code, and show the first that differs. Exit code 0: no "
+        "difference; 1: a difference, or an unreadable ledger. The run may be in progress.",
+    ),
+}
+"""Command -> its line in `areal --help`, and its description."""
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="areal", description="Asynchronous RL for LLM agents.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    config = commands.add_parser(
-        "config",
-        parents=[settings],
-        help="print the effective settings and where each came from",
-        description="Print all settings as TOML, each with the origin of its value: default, a file, or argument. "
-        "The output can be used as a FILE.toml. Exit code 2 for a wrong setting.",
-    )
-    config.add_argument("--markdown", action="store_true", help="print the page docs/settings.md instead")
-    resume = commands.add_parser(
-        "resume",
-        parents=[run],
-        help="resume a stopped or killed run",
-        description="Restart the program of a run from its last checkpoint: later steps are repeated with their "
-        "recorded batches, finished episodes are kept, and unfinished ones continue. Some settings may change.",
-    )
-    resume.add_argument("changes", nargs="*", metavar="key=value", help="settings to change")
-    commands.add_parser(
-        "replay",
-        parents=[run],
-        help="re-run the scheduling decisions of a recorded run and report differences",
-        description="Repeat every decision in the ledger with the current code, and show the first that differs. "
-        "Exit code 0: no difference; 1: a difference, or an unreadable ledger. The run may be in progress.",
-    )
-    look = commands.add_parser(
-        "inspect",
-        parents=[run],
-        help="show a run, one group, or one episode token by token",
-        description="Show what the ledger records: counts for the run, or everything about one group or episode. "
-        "Read-only; the run may be in progress.",
-    )
-    which = look.add_mutually_exclusive_group()
+    of = {name: commands.add_parser(name, help=line, description=text) for name, (line, text) in _COMMANDS.items()}
+    for name, command in of.items():
+        if name in ("config", "doctor"):
+            settings = "FILE.toml or key=value"
+            command.add_argument("settings", nargs="*", metavar=settings, help="key=value overrides files")
+        else:
+            command.add_argument("run", help="the folder of the run, such as runs/latest")
+    of["config"].add_argument("--markdown", action="store_true", help="print the page docs/settings.md instead")
+    of["resume"].add_argument("changes", nargs="*", metavar="key=value", help="settings to change")
+    of["servers"].add_argument("wanted", metavar="count=N or urls=[...]", help="urls: of a run with servers.urls")
+    which = of["inspect"].add_mutually_exclusive_group()
     which.add_argument("--group", metavar="NUMBER", help="one group: members, rewards, advantages, failures, outcome")
     which.add_argument("--episode", metavar="GROUP.MEMBER", help="one episode, token by token")
-    examine = commands.add_parser(
-        "doctor",
-        parents=[settings],
-        help="check a configuration before running it",
-        description="Check the machine, data, chat template and tool calls; then start one server and the ranks, "
-        "compare their log-probs, try the agent, and publish weights. Exit code 0: no problem; 1: at least one; 2: a "
-        "setting or --agent is wrong.",
-    )
-    examine.add_argument(
+    of["doctor"].add_argument(
         "--agent",
         metavar="FILE.py:NAME",
         help="(or MODULE:NAME) an async function to try on the first ten tasks of data.train: does it fail, block the "
         "event loop, install signal handlers, or always return the same reward? It is imported, not run as a program",
     )
+    return parser
+
+
+def _command(arguments: Sequence[str] | None) -> int:
+    parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "doctor" and not any(word.startswith("-") for word in rest):
         return _examine([*options.settings, *rest], options.agent)  # argparse does not take settings after --agent
@@ -271,11 +292,34 @@ def _command(arguments: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command in ("replay", "inspect"):
         return _look(options)
+    if options.command in ("status", "servers", "stop"):
+        return _ask(options)
     if options.command == "resume":
         _resume(options.run, options.changes)
     if options.markdown and options.settings:
-        config.error("--markdown describes all settings and takes none")
+        parser.error("--markdown describes all settings and takes none")
     print(markdown() if options.markdown else Config.load(options.settings).to_toml(), end="")
+    return 0
+
+
+def _ask(options: argparse.Namespace) -> int:
+    """`status`, `servers` and `stop`: of a run in progress."""
+    from areal.monitor.endpoint import ask
+    from areal.monitor.status import screen
+
+    folder = Path(options.run)
+    if options.command == "status":
+        print(screen(ask(folder, "GET", "/status")))
+    elif options.command == "stop":
+        print(ask(folder, "POST", "/stop"))
+    else:
+        key, _, text = options.wanted.partition("=")
+        try:
+            wanted = {key: tomllib.loads(f"value = {text}")["value"]}
+        except tomllib.TOMLDecodeError:
+            raise ConfigError(f"{options.wanted!r}: give count=3 or urls='[\"http://127.0.0.1:30000\"]'") from None
+        ask(folder, "POST", "/servers", wanted, timeout_s=None)
+        print(screen(ask(folder, "GET", "/status")))
     return 0
 
 

@@ -17,6 +17,7 @@
     ├── ProcessError         a child process did not start, or died (has the last lines of its log)
     ├── LedgerError          the ledger cannot be written or read
     ├── TooManyFailures      more episodes failed than `failures` allows (has the last traceback)
+    ├── Stopped              `areal stop` or `Controller.stop` ended the run
     └── Stalled              no progress for `watchdog_s`; names what the run was waiting for (I7)
 
 Messages name the value, the place and the remedy.
@@ -89,6 +90,10 @@ class LedgerError(ArealError):
 
 class TooManyFailures(ArealError):
     """More consecutive episodes failed than `failures` allows for this kind of failure."""
+
+
+class Stopped(ArealError):
+    """The run was told to stop (`areal stop`, `Controller.stop`)."""
 
 
 class Stalled(ArealError):

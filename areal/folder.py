@@ -4,7 +4,7 @@
       config.toml       the effective settings; `areal config` reads them back
       command.json      the program, for `areal resume`
       metrics.jsonl     one line per step
-      servers.toml      the servers it should have; may be edited while the run is in progress
+      endpoint.json     address and token of the run while it is in progress, for `areal status`
       logs/             the output of each child process, and files with which running ones find each other
       ledger/           what happened to every group
       checkpoints/      step-40, step-50: Hugging Face format
@@ -113,7 +113,6 @@ class RunFolder:
         self.config_file = path / "config.toml"
         self.logs = path / "logs"
         self.ledger = path / "ledger"
-        self.servers_file = path / "servers.toml"
         self.summary_file = path / "summary.json"
         self._keep = keep
         self._writing = threading.Lock()  # cancelling a task does not stop the thread that it waits for

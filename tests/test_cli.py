@@ -307,3 +307,15 @@ def test_a_run_whose_program_cannot_be_started_says_so(tmp_path, monkeypatch, ca
     assert "command.json names no program that can be started" in said
     assert word in said
     assert f"--resume {run.path}" in said
+
+
+@pytest.mark.parametrize("command", [["status"], ["stop"], ["servers", "count=2"]])
+def test_a_run_that_is_not_in_progress_is_said_to_be(tmp_path, capsys, command):
+    assert main([command[0], str(tmp_path), *command[1:]]) == 1
+    assert "is not a run in progress: it has no endpoint.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wanted", ["count", "count=", "count=[", "urls=http://x"])
+def test_servers_that_cannot_be_read_are_refused_with_an_example(tmp_path, capsys, wanted):
+    assert main(["servers", str(tmp_path), wanted]) == 2
+    assert "give count=3 or urls=" in capsys.readouterr().err

@@ -103,8 +103,8 @@ REFUSES = (
 )
 
 
-def template_findings(folder: Path, template: str, args: dict[str, Any] | None = None) -> list[Finding]:
-    models.write_tokenizer(folder, template)
+def template_findings(folder: Path, text: str, args: dict[str, Any] | None = None) -> list[Finding]:
+    models.write_tokenizer(folder, text)
     return collect("template", template.template(AutoTokenizer.from_pretrained(folder), args))
 
 

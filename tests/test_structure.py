@@ -34,7 +34,7 @@ IN_CONTROLLER = (
     ("train",),
     ("controller",),
 )
-LINES = {"": 15_700, "controller": 4_360}
+LINES = {"": 16_000, "controller": 4_400}
 FUNCTION_LINES = 60
 
 

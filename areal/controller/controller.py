@@ -3,10 +3,10 @@
     async with Controller(config) as controller:
         await controller.train(agent, tasks)
 
-`train` is the loop of the paper: take the batch that the scheduler formed, train on it, publish the weights; the
-rollout loop generates all the while. Everything that lives as long as the run sits in one TaskGroup, so that a part
-that dies ends the run with its own traceback. The library owns no loop and no signal handler: any asyncio program
-can hold a Controller, or two.
+`train` is a loop of public verbs, and a program may write its own: `generating` keeps episodes running, while
+`next_batch`, `train_step`, `publish`, `checkpoint` and `report` are one training step. Everything that lives as long as
+the run is in one TaskGroup, so that a part that dies ends the run with its own traceback. The library owns no event
+loop and installs no signal handler: any asyncio program can hold a Controller, or two.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import asyncio
 import gc
 import logging
 import shutil
-from collections.abc import AsyncIterable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from areal.agents.episode import Episode
 from areal.agents.journal import Journal
@@ -29,19 +29,21 @@ from areal.controller.cluster import Cluster
 from areal.controller.evaluation import Evaluation, evaluate
 from areal.controller.ledger import Ledger
 from areal.controller.log import RunLog
-from areal.controller.membership import Membership
 from areal.controller.report import Reporter
 from areal.controller.rollout import Agent, Failure, RolloutLoop, name_of, run_episode
 from areal.controller.scheduler import Scheduler, SchedulerSettings
+from areal.controller.servers import Membership
 from areal.controller.train import TrainLoop
 from areal.controller.watchdog import LoopWatch, Progress, Wait, Watchdog, spare_the_loop, waits_of
+from areal.controller.weights import PublishStats
 from areal.data import Tasks, check, evaluation_tasks
 from areal.deadlines import DEADLINES, Deadlines
-from areal.errors import ArealError, root_cause
+from areal.errors import ArealError, ConfigError, Stopped, root_cause
 from areal.folder import RunFolder
+from areal.monitor.endpoint import Endpoint
 from areal.monitor.metrics import Metrics
 from areal.monitor.terminal import open_view
-from areal.types import EpisodeRecord, Sampling, Task
+from areal.types import Batch, EpisodeRecord, Sampling, Task, TrainStats
 from areal.workers.local import LocalWorkers
 from areal.workers.protocols import Workers
 
@@ -71,13 +73,16 @@ class Controller:
         self._workers = workers(config)
         self._stack = AsyncExitStack()
         self._rollouts = 0
-        self._trains = False
+        self._has_trained = False
         self._tasks: Tasks | None = None
         self._membership: Membership | None = None
         self._training: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
         self._over = False
         self._outside: dict[Episode, None] = {}
         """Episodes in progress that are not trained on."""
+
+    # -- start and end
 
     async def __aenter__(self) -> Self:
         """Raises ConfigError before anything starts; ProcessError or TrainerError when a part does not come up."""
@@ -88,84 +93,25 @@ class Controller:
             raise cause from cause.__cause__
 
     async def _start(self) -> Self:
-        config = self.config
-        await asyncio.to_thread(self._workers.check)
-        if config.data.train:
-            self._tasks = await asyncio.to_thread(Tasks, None, config)
-        if config.data.evaluation:
-            await asyncio.to_thread(evaluation_tasks, config)
-        inline = self._workers.inline
-        if not inline:
-            await asyncio.to_thread(before_run, config)
+        await self._check()
+        started = asyncio.get_running_loop().time()
         async with AsyncExitStack() as stack:
-            if config.run:
-                self.ledger = Ledger.open(config.run / "ledger")  # refuses a run that somebody has
-                stack.push_async_callback(self.ledger.close)
-                self.folder = await asyncio.to_thread(RunFolder.open, config)
-            else:
-                self.folder = await asyncio.to_thread(RunFolder.create, config)
-                self.ledger = Ledger.create(self.folder.ledger)
-                stack.push_async_callback(self.ledger.close)
-            stack.enter_context(self.folder.log_file())
-            self.log = await asyncio.to_thread(RunLog, self.ledger)
-            self.scheduler = Scheduler(SchedulerSettings.from_config(config), self.log.state)
-            await asyncio.to_thread(self._replayed)
-            metrics = await stack.enter_async_context(
-                Metrics(
-                    self.folder.path,
-                    config.metrics.sinks,
-                    config.metrics.project,
-                    config.model_dump(),
-                    inline=inline,
-                )
-            )
-            view = stack.enter_context(open_view(config.view, self.folder.path.name))
-            started = asyncio.get_running_loop().time()
-            self._rollout = RolloutLoop(
-                self.scheduler,
-                self.log,
-                self.ledger,
-                self._training_episode,
-                members=config.group.size,
-                timeout_s=config.episode.timeout_s,
-                deadlines=self._deadlines,
-            )
-            self._watchdog = Watchdog(self.folder.logs / "stalled.txt", self._deadlines)
-            self._first_group = self.scheduler.state.admitted  # that this controller admits
-            self.log.commit(self.scheduler.start())
-            loop_watch = None if inline else stack.enter_context(LoopWatch())
-            saved = self.scheduler.state.checkpoint
-            self.cluster = Cluster(
-                config,
-                self._workers,
-                self.folder.path,
-                life=self.log.state.life,
-                version=saved.version if saved else 0,
-                checkpoint=self.folder.path / "checkpoints" / saved.path if saved else None,
-                on_serving=lambda version: self.log.commit(self.scheduler.serving(version)),
-                changed=self.log.changed,
-                deadlines=self._deadlines,
-            )
-            self._reporter = Reporter(
-                config, self.scheduler.state, self._rollout, self.cluster, self.folder, metrics, view, loop_watch
-            )
-            stack.push_async_callback(self._reporter.end)
-            servers = f"{len(config.servers.urls)} given" if config.servers.urls else f"starting {config.servers.count}"
-            log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
-            await self._reporter.save_summary()
+            await self._open(stack)
+            loop_watch = None if self._workers.inline else stack.enter_context(LoopWatch())
+            await self._begin_reports(stack, loop_watch)
+            # In a group of its own: a stop must leave alone the one in which the last checkpoint is written.
+            stop = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(stop.create_task(self._stopped(), name="stop").cancel)
             async with self._warning(f"servers and ranks to start; their output is in {self.folder.logs}"):
                 await stack.enter_async_context(self.cluster)
             background = await stack.enter_async_context(asyncio.TaskGroup())
-            if loop_watch:
-                stack.callback(background.create_task(loop_watch.run(), name="loop watch").cancel)
-            self._membership = Membership(config, self.cluster, self.folder.servers_file)
-            await self._membership.begin()
+            self._membership = Membership(self.config, self.cluster)
             stack.callback(self._membership.close)
             stack.callback(background.create_task(self._membership.run(), name="membership").cancel)
-            if not inline:
-                stack.callback(background.create_task(self._membership.watch(), name="servers.toml").cancel)
+            if loop_watch:
+                stack.callback(background.create_task(loop_watch.run(), name="loop watch").cancel)
             self._steps = TrainLoop(
-                config,
+                self.config,
                 self.scheduler,
                 self.log,
                 self.ledger,
@@ -175,24 +121,102 @@ class Controller:
                 background,
                 self._reporter,
             )
-            if not inline:
+            if not self._workers.inline:
                 spare_the_loop()
                 stack.callback(gc.unfreeze)  # another Controller of this process, if there is one, loses by that
+                await stack.enter_async_context(Endpoint(self.folder.path, self._routes()))
             async with self._warning("the steps since the checkpoint, which the ranks repeat, and their publication"):
                 await self._steps.recover()
             log.info("ready after %.0f s", asyncio.get_running_loop().time() - started)
             self._stack = stack.pop_all()
         return self
 
+    async def _check(self) -> None:
+        """What can be refused before there is a run folder."""
+        config = self.config
+        await asyncio.to_thread(self._workers.check)
+        if config.data.train:
+            self._tasks = await asyncio.to_thread(Tasks, None, config)
+        if config.data.evaluation:
+            await asyncio.to_thread(evaluation_tasks, config)
+        if not self._workers.inline:
+            await asyncio.to_thread(before_run, config)
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        """The folder, the ledger, and what decides: the run as it was left, before anything runs."""
+        config = self.config
+        if config.run:
+            self.ledger = Ledger.open(config.run / "ledger")  # refuses a run that another controller has
+            stack.push_async_callback(self.ledger.close)
+            self.folder = await asyncio.to_thread(RunFolder.open, config)
+        else:
+            self.folder = await asyncio.to_thread(RunFolder.create, config)
+            self.ledger = Ledger.create(self.folder.ledger)
+            stack.push_async_callback(self.ledger.close)
+        stack.enter_context(self.folder.log_file())
+        self.log = await asyncio.to_thread(RunLog, self.ledger)
+        self.scheduler = Scheduler(SchedulerSettings.from_config(config), self.log.state)
+        await asyncio.to_thread(self._delete_unknown_checkpoints)
+        self._watchdog = Watchdog(self.folder.logs / "stalled.txt", self._deadlines)
+        self._rollout = RolloutLoop(
+            self.scheduler,
+            self.log,
+            self.ledger,
+            self._training_episode,
+            members=config.group.size,
+            timeout_s=config.episode.timeout_s,
+            deadlines=self._deadlines,
+        )
+        self._first_group = self.log.state.admitted  # that this life admits
+        self.log.commit(self.scheduler.start())
+        saved = self.log.state.checkpoint
+        self.cluster = Cluster(
+            config,
+            self._workers,
+            self.folder.path,
+            life=self.log.state.life,
+            version=saved.version if saved else 0,
+            checkpoint=self.folder.path / "checkpoints" / saved.path if saved else None,
+            on_serving=lambda version: self.log.commit(self.scheduler.serving(version)),
+            changed=self.log.changed,
+            deadlines=self._deadlines,
+        )
+
+    def _delete_unknown_checkpoints(self) -> None:
+        """Those that the ledger does not name were completed too late."""
+        state = self.log.state
+        saved = state.checkpoint
+        for step, path in self.folder.checkpoints().items():
+            if saved is None or step > saved.version:
+                shutil.rmtree(path)
+        if self.resumed:
+            start = f"checkpoint {saved.path}" if saved else "model.path"
+            repeats = state.version - (saved.version if saved else 0)
+            log.info("resuming at step %d: from %s, %d steps to repeat", state.version, start, repeats)
+
+    async def _begin_reports(self, stack: AsyncExitStack, loop_watch: LoopWatch | None) -> None:
+        config, sinks = self.config, self.config.metrics
+        metrics = await stack.enter_async_context(
+            Metrics(self.folder.path, sinks.sinks, sinks.project, config.model_dump(), inline=self._workers.inline)
+        )
+        view = stack.enter_context(open_view(config.view, self.folder.path.name))
+        self._reporter = Reporter(
+            config, self.log.state, self._rollout, self.cluster, self.folder, metrics, view, loop_watch
+        )
+        stack.push_async_callback(self._reporter.end)
+        servers = f"{len(config.servers.urls)} external" if config.servers.urls else f"starting {config.servers.count}"
+        log.info("run folder %s; servers: %s; trainer ranks: %d", self.folder.path, servers, config.trainer.ranks)
+        await self._reporter.save_summary()
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         if isinstance(error, asyncio.CancelledError | ArealError):
-            error.add_note(f"go on with: areal resume {self.folder.path}")
+            error.add_note(self._how_to_resume)
         self._over = True
         training = self._training
         if training and training is not asyncio.current_task() and not training.done():
-            training.cancel()  # it would go on against servers that are gone
+            training.cancel()  # it would continue against servers that are gone
             await asyncio.wait((training,), timeout=self._deadlines.checkpoint_on_stop + 1)
         try:
             return await self._stack.__aexit__(kind, error, trace)
@@ -202,47 +226,64 @@ class Controller:
                 return False
             raise cause from cause.__cause__
 
-    # -- going on with a run
+    @property
+    def _how_to_resume(self) -> str:
+        return f"resume with: areal resume {self.folder.path}"
+
+    def stop(self) -> None:
+        """End the run as Ctrl-C does: `train` writes a last checkpoint if there is time, and the `async with` block of
+        this controller is left with the error Stopped."""
+        self._stop.set()
+
+    async def _stopped(self) -> None:
+        await self._stop.wait()
+        raise Stopped(f"the run was stopped; {self._how_to_resume}")
+
+    # -- where the run is
 
     @property
     def resumed(self) -> bool:
-        """Whether this run goes on with what an earlier controller left."""
+        """Whether this run continues what an earlier life left."""
         return self.config.run is not None
 
     @property
     def version(self) -> int:
-        """Training steps so far, those before a resume too."""
-        return self.scheduler.state.version
+        """Training steps so far, including those before a resume."""
+        return self.log.state.version
 
     @property
     def success(self) -> dict[str, float]:
-        """Label -> success share of each labelled evaluation, those before a resume too."""
-        return dict(self.scheduler.state.success)
+        """Label -> success share of each labelled evaluation, including those before a resume."""
+        return dict(self.log.state.success)
 
-    def _replayed(self) -> None:
-        """Delete checkpoints that the ledger does not name: they were completed too late."""
-        saved = self.scheduler.state.checkpoint
-        for step, path in self.folder.checkpoints().items():
-            if saved is None or step > saved.version:
-                shutil.rmtree(path)
-        if self.resumed:
-            state, start = self.scheduler.state, f"checkpoint {saved.path}" if saved else "model.path"
-            repeats = state.version - (saved.version if saved else 0)
-            log.info("the run goes on at step %d: from %s, %d steps to repeat", state.version, start, repeats)
-
-    # -- the main loop
+    # -- training
 
     async def train(self, agent: Agent, tasks: Iterable[Task] | AsyncIterable[Task] | None = None) -> None:
-        """Train until `train.steps` or the end of the data; then write a checkpoint.
+        """Train until `train.steps` or the end of the data; then write a checkpoint. Arguments and errors are those of
+        `generating`."""
+        async with self.generating(agent, tasks):
+            while batch := await self.next_batch():
+                stats = await self.train_step(batch)
+                published = await self.publish()
+                await self.checkpoint(if_due=True)
+                await self.report(batch, stats, published)
+        await self.checkpoint()
 
-        tasks: rows for the agent; None takes `data.train`. Raises what ended the run early: an agent's own error
-        after too many failures, Stalled, TrainerError, PublishError, ProcessError.
+    @asynccontextmanager
+    async def generating(
+        self, agent: Agent, tasks: Iterable[Task] | AsyncIterable[Task] | None = None
+    ) -> AsyncIterator[None]:
+        """While inside, keep as many episodes running as the staleness bound admits, under the watchdog. Once a run.
+
+        tasks: rows for the agent; None takes `data.train`. Raises what ended the run early: an agent's own error after
+        too many failures, Stalled, TrainerError, PublishError, ProcessError. On cancellation, the step in flight is
+        finished and a last checkpoint written, if that takes no longer than `Deadlines.checkpoint_on_stop`.
         """
         if self._over:
             raise ArealError("the run is over")
-        if self._trains:
+        if self._has_trained:
             raise ArealError("a Controller trains once; start another with model.path=<checkpoint>")
-        self._trains = True
+        self._has_trained = True
         self._training = asyncio.current_task()
         source = self._tasks if tasks is None and self._tasks else await asyncio.to_thread(Tasks, tasks, self.config)
         self._reporter.begin()
@@ -255,11 +296,7 @@ class Controller:
                     loops.create_task(self._rollout.run(agent, source), name="rollout"),
                     loops.create_task(self._watchdog.watch(wait), name="watchdog"),
                 ]
-                while batch := await self._steps.next_batch():
-                    stats = await self._steps.train(batch)
-                    published = await self._steps.publish(stats.version)
-                    await self._steps.checkpoint_if_due()
-                    await self._reporter.step(batch, stats, published)
+                yield
                 for task in background:
                     task.cancel()
         except asyncio.CancelledError:
@@ -270,8 +307,31 @@ class Controller:
         except BaseExceptionGroup as failures:
             cause = root_cause(failures)
             raise cause from cause.__cause__
-        async with self._warning("the last checkpoint"):
-            await self._steps.checkpoint()
+
+    async def next_batch(self) -> Batch | None:
+        """Wait for the next batch of groups. None after the last step, and when the data is used up."""
+        return await self._steps.next_batch()
+
+    async def train_step(self, batch: Batch) -> TrainStats:
+        """Take the training step of `batch`. Raises TrainerError when the ranks fail, and fail again."""
+        return await self._steps.train(batch)
+
+    async def publish(self) -> PublishStats:
+        """Bring the current weights to the servers. Raises PublishError, TrainerError."""
+        return await self._steps.publish()
+
+    async def checkpoint(self, *, if_due: bool = False) -> None:
+        """A checkpoint of the current version, on disk when this returns. if_due: only when `checkpoint.every` says so,
+        and written while the run continues. Raises TrainerError, LedgerError."""
+        if if_due:
+            await self._steps.checkpoint_if_due()
+        else:
+            async with self._warning("the last checkpoint"):
+                await self._steps.checkpoint()
+
+    async def report(self, batch: Batch, stats: TrainStats, published: PublishStats) -> None:
+        """Show the step in the terminal, the metrics and summary.json."""
+        await self._reporter.step(batch, stats, published)
 
     # -- outside training
 
@@ -297,13 +357,10 @@ class Controller:
                 wait.progress()
                 return outcome
 
+            # As many at once as training would run: more would only wait at the servers, and time out there.
+            at_once = config.servers.max_running * len(self.cluster.fleet.servers)
             result = await evaluate(
-                rows,
-                one,
-                # As many at once as training would run: more would only wait at the servers, on their deadlines.
-                at_once=config.servers.max_running * len(self.cluster.fleet.servers),
-                retries=config.episode.retries,
-                budget=config.failures.agent,
+                rows, one, at_once=at_once, retries=config.episode.retries, budget=config.failures.agent
             )
         kind = "greedy" if greedy else "sampled"
         failed = f", {result.failed} failed" if result.failed else ""
@@ -333,35 +390,65 @@ class Controller:
         finally:
             del self._outside[episode]
 
-    async def change_servers(self, *, count: int | None = None, urls: Sequence[str] | None = None) -> None:
-        """Have `count` servers, or those at `urls`, from now on: others join or leave. `servers.toml` in the run folder
-        does the same. Returns once the new ones serve and the others are gone.
-
-        Raises ConfigError for what cannot be, ArealError when a server does not come up: then none leaves.
-        """
-        if self._membership is None:
-            raise ArealError("the run has not begun; enter `async with controller` first")
-        given = {"count": count, "urls": None if urls is None else list(urls)}
-        await self._membership.change({key: value for key, value in given.items() if value is not None})
-
-    # -- what others tell the controller
-
     def _training_episode(self, group: int, member: int, task_id: str, agent: str, first: bool) -> Episode:
         sampling = Sampling(self.config.sampling.max_new_tokens, self.config.sampling.temperature)
         recorded = self.ledger.calls(group, member) if first and group < self._first_group else ()
         journal = Journal(partial(self.ledger.append_call, group, member), recorded)
         return self.cluster.episode(group, member, task_id, sampling, agent, journal)
 
-    def _describe(self) -> list[str]:
-        return [*waits_of(self.scheduler), *self._describe_episodes(self._rollout.running.values())]
+    # -- from outside
+
+    async def change_servers(self, *, count: int | None = None, urls: Sequence[str] | None = None) -> None:
+        """Have `count` servers, or those at `urls`, from now on: others join or leave. `areal servers RUN` does the
+        same. Returns once the new ones accept requests and the others are gone.
+
+        Raises ConfigError for what cannot be, ArealError when a server does not come up: then none leaves.
+        """
+        given = {"count": count, "urls": None if urls is None else list(urls)}
+        await self._change_servers({key: value for key, value in given.items() if value is not None})
+
+    async def _change_servers(self, wanted: Any) -> None:
+        if self._membership is None:
+            raise ArealError("the run has not begun; enter `async with controller` first")
+        if not isinstance(wanted, dict):
+            raise ConfigError(f"{wanted!r} says nothing about servers; give count=3 or urls=[...]")
+        await self._membership.change(wanted)
+
+    def _routes(self) -> dict[str, Callable[[Any], Any]]:
+        async def status(body: Any) -> dict[str, Any]:
+            return self.status()
+
+        async def stop(body: Any) -> str:
+            self.stop()
+            return self._how_to_resume
+
+        return {"GET /status": status, "POST /servers": self._change_servers, "POST /stop": stop}
+
+    def status(self) -> dict[str, Any]:
+        """What the run does now, for `areal status`: numbers, texts, lists and dicts only."""
+        state, fleet, ranks = self.log.state, self.cluster.fleet, self.cluster.ranks
+        return {
+            "run": self.folder.path.name,
+            "life": state.life,
+            "step": state.version,
+            "steps": self.scheduler.settings.last_version,
+            **self._reporter.status(),
+            "groups": {"open": len(state.open), "trained": state.trained, "dropped": dict(state.dropped)},
+            "episodes": len(self._rollout.running) + len(self._outside),
+            "ranks": {"count": self.config.trainer.ranks, "version": ranks.version, "restarts": ranks.restarts},
+            "servers": fleet.describe(),
+            "queued": fleet.stats().waiting,
+            "waits": self._describe(),
+        }
 
     def _warning(self, what: str = "") -> AbstractAsyncContextManager[Wait]:
         """The watchdog warns when this takes long. what: is waited for; without it, the episodes outside training."""
         return self._watchdog.warning(lambda: [what] if what else self._describe_episodes(self._outside))
 
+    def _describe(self) -> list[str]:
+        return [*waits_of(self.scheduler), *self._describe_episodes(self._rollout.running.values())]
+
     def _describe_episodes(self, episodes: Iterable[Episode]) -> list[str]:
-        fleet = getattr(self.cluster, "fleet", None)  # None before the servers are there
-        if fleet is None:
-            return []
+        fleet = self.cluster.fleet
         oldest = sorted(episodes, key=lambda episode: episode.awaits[1])[:8]
         return [*(f"{episode.state}{fleet.where(episode.key)}" for episode in oldest), *fleet.waits()[:8]]

@@ -317,6 +317,20 @@ class Fleet:
             paused_s=self._paused_s + sum(now - t for t in self._paused_since.values()) / max(1, len(self.servers)),
         )
 
+    def describe(self) -> list[dict[str, object]]:
+        """Each server, as numbers and texts."""
+        return [
+            {
+                "index": server.index,
+                "url": server.client.url,
+                "state": server.state,
+                "version": server.version,
+                "requests": len(server.calls),
+                "reason": server.reason,
+            }
+            for server in self.servers
+        ]
+
     def where(self, key: Hashable) -> str:
         """Where the requests of `key` are, in words; "" when it has none."""
         urls = [

@@ -56,7 +56,7 @@ class Reporter:
         self._trained_tokens = 0
         self._train_s = self._paused_s = 0.0
         self._lost_told = 0
-        self._gap_max = math.nan
+        self._gap_max = self._reward = math.nan
 
     def begin(self) -> None:
         """Training begins: the first step counts from here."""
@@ -71,19 +71,20 @@ class Reporter:
         self._paused_s += self._fleet_stats.paused_s - before.paused_s
         self._trained_tokens += stats.tokens
         self._gap_max = float(np.fmax(self._gap_max, stats.logprob_gap_max))
+        self._reward = float(np.mean([episode.reward for group in batch.groups for episode in group.episodes]))
         ages = staleness_of(batch)
         late = sum(count for age, count in ages.items() if age > self.config.staleness.max)
         report = StepReport(
             step=stats.version,
             steps=self.config.train.steps,
             version=stats.version,
-            reward_mean=float(np.mean([episode.reward for group in batch.groups for episode in group.episodes])),
+            reward_mean=self._reward,
             groups=len(batch.groups),
             staleness={age: count for age, count in ages.items() if age <= self.config.staleness.max},
             masked_share=late / max(1, sum(ages.values())),
             generated_tokens_per_s=(self._fleet_stats.tokens - before.tokens) / seconds,
             trained_tokens_per_s=stats.tokens / stats.seconds,
-            still_share=(self._fleet_stats.paused_s - before.paused_s) / seconds,
+            paused_share=(self._fleet_stats.paused_s - before.paused_s) / seconds,
             logprob_gap=stats.logprob_gap_max,
             success=self._success,
             episodes_running=len(self._rollout.running),
@@ -108,6 +109,11 @@ class Reporter:
     def evaluated(self, result: Evaluation) -> None:
         """A sampled evaluation ended: the reports of the steps that follow show its success."""
         self._success = result.success
+
+    def status(self) -> dict[str, object]:
+        """For a person who asks: seconds since the start, and the mean reward of the last step."""
+        reward = None if math.isnan(self._reward) else self._reward
+        return {"seconds": asyncio.get_running_loop().time() - self._started, "reward": reward}
 
     def repeated(self, stats: TrainStats) -> None:
         """A step that ranks took again after a restart, to the metrics."""

@@ -63,7 +63,7 @@ class TrainLoop:
         await self._with_ranks(self._repeat)
         state = self.scheduler.state
         if state.life:
-            await self.publish(state.version)
+            await self.publish()
 
     async def next_batch(self) -> Batch | None:
         """Wait for the next batch, on disk. None at the last step and when the data is used up."""
@@ -91,8 +91,9 @@ class TrainLoop:
         self._log.commit(self.scheduler.trained(batch.id))
         return stats
 
-    async def publish(self, version: int) -> PublishStats:
+    async def publish(self) -> PublishStats:
         """Bring the ranks' weights to the servers. Raises PublishError, TrainerError."""
+        version = self._log.state.version
         published = await self._with_ranks(partial(self.cluster.weights.publish, version))
         self._log.commit(self.scheduler.published(version))
         return published

@@ -35,7 +35,7 @@ class StepReport:
 
     version: after the step. staleness: steps -> tokens in the loss. masked_share: 0..1, share of the batch's sampled
     tokens that were masked as stale. generated_tokens_per_s: since the last step; trained_tokens_per_s: while the
-    trainer works. still_share: 0..1, share of time that servers were paused for weights. logprob_gap:
+    trainer works. paused_share: 0..1, share of time that servers were paused for weights. logprob_gap:
     TrainStats.logprob_gap_max. success: of the last evaluation. seconds: since the last step.
     """
 
@@ -48,7 +48,7 @@ class StepReport:
     masked_share: float = 0.0
     generated_tokens_per_s: float = NAN
     trained_tokens_per_s: float = NAN
-    still_share: float = NAN
+    paused_share: float = NAN
     logprob_gap: float = NAN
     success: float = NAN
     episodes_running: int = 0

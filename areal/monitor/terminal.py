@@ -157,7 +157,7 @@ class LiveView(View):
             "evaluated": f"success {_shown(report.success, '.2f')}",
             "staleness": _bars(report.staleness),
             "tokens/s": f"generated {_si(report.generated_tokens_per_s)}, trained {_si(report.trained_tokens_per_s)}",
-            "weights": f"servers paused {_shown(report.still_share, '.1%')} of the time",
+            "weights": f"servers paused {_shown(report.paused_share, '.1%')} of the time",
             "log-prob gap": _shown(report.logprob_gap, ".0e"),
             "running": f"{report.episodes_running} episodes, {report.groups_open} groups open",
             "last step": f"{_shown(report.seconds, '.1f', ' s')}, {report.groups} groups; this one {_duration(now)}",
@@ -224,7 +224,7 @@ def plain_line(report: StepReport) -> str:
         *([f"masked {report.masked_share:.1%}"] if report.masked_share > 0 else []),
         f"gen {_si(report.generated_tokens_per_s)} tok/s",
         f"train {_si(report.trained_tokens_per_s)} tok/s",
-        f"paused {_shown(report.still_share, '.1%')}",
+        f"paused {_shown(report.paused_share, '.1%')}",
         f"gap {_shown(report.logprob_gap, '.0e')}",
         _shown(report.seconds, ".1f", " s"),
     ]

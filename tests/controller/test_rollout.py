@@ -20,7 +20,7 @@ from areal.controller.log import RunLog
 from areal.controller.rollout import RolloutLoop
 from areal.controller.scheduler import BUDGET_OF, Scheduler, SchedulerSettings
 from areal.data import Tasks
-from areal.deadlines import Deadlines
+from areal.deadlines import DEADLINES, Deadlines
 from areal.errors import DataError, EpisodeError, RewardError, ServerLost, TooManyFailures
 from areal.types import Completion, Sampling, Task
 
@@ -28,7 +28,9 @@ from areal.types import Completion, Sampling, Task
 class World:
     """A rollout loop, and what it did."""
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    def __init__(self, folder: Path, *given: str | Deadlines) -> None:
+        settings = [setting for setting in given if isinstance(setting, str)]
+        (deadlines,) = [each for each in given if isinstance(each, Deadlines)] or [DEADLINES]
         self.config = Config.load(["train.batch_groups=2", "group.size=2", "train.steps=4", *settings])
         self.facts: list[Fact] = []
         self.ledger = Ledger.create(folder / "ledger")
@@ -42,7 +44,7 @@ class World:
             self.episode,
             members=self.config.group.size,
             timeout_s=self.config.episode.timeout_s,
-            deadlines=Deadlines(agent=0.1, retry=dict.fromkeys(BUDGET_OF, 0.2)),
+            deadlines=deadlines,
         )
 
     def episode(self, group: int, member: int, task_id: str, agent: str, first: bool) -> Episode:
@@ -385,7 +387,7 @@ async def test_i9_a_reward_that_comes_after_the_time_out_does_not_count(world: W
     await _ends_with_its_failure(world, agent, "no reward after episode.timeout_s=0.2", "timeout")
 
 
-@pytest.mark.parametrize("world", [[*ONE_TRY[0], "episode.timeout_s=0.2"]], indirect=True)
+@pytest.mark.parametrize("world", [[*ONE_TRY[0], "episode.timeout_s=0.2", Deadlines(agent=0.1)]], indirect=True)
 async def test_i7_an_agent_that_ignores_its_cancellation_is_left_behind(world: World) -> None:
     """It catches everything in a loop; its calls never return, so that it cannot spin either."""
     rounds, over = 0, False
@@ -475,7 +477,11 @@ async def test_each_episode_has_a_task_of_its_own(world: World) -> None:
     assert seen == [1] * 8
 
 
-@pytest.mark.parametrize("world", [["data.epochs=1", "episode.retries=2"]], indirect=True)
+@pytest.mark.parametrize(
+    "world",
+    [["data.epochs=1", "episode.retries=2", Deadlines(retry=dict.fromkeys(BUDGET_OF, 0.2))]],
+    indirect=True,
+)
 @pytest.mark.parametrize(
     ("error", "kind"),
     [

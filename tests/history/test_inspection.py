@@ -433,7 +433,7 @@ asyncio.run(main())
 
 
 def test_a_killed_run_is_left_as_it_is(tmp_path: Path, folder: RunFolder) -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "killed")], cwd=root)
     assert done.returncode == -9
     killed = RunFolder(tmp_path / "killed" / "runs" / "latest")

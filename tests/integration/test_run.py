@@ -19,7 +19,7 @@ import pytest
 from areal import Config, Controller, Episode, Task
 from areal.controller.facts import Admitted, BatchFormed, Dropped, Finished, Serving, Trained
 from areal.controller.ledger import Ledger
-from areal.errors import TooManyFailures
+from areal.errors import Stopped, TooManyFailures
 from tests.integration.conftest import Server
 from tests.integration.kills import MARK, descendants
 
@@ -203,43 +203,52 @@ async def test_two_servers_take_versions_one_after_the_other(
 
 
 @pytest.mark.timeout(400)
-async def test_servers_join_and_leave_by_the_file(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """A second real SGLang joins, at the current version; then one leaves, and its process with it."""
+async def test_servers_join_and_leave_by_the_command(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """A second real SGLang joins, at the current version; then one leaves, and its process with it. Then the run is
+    stopped by the command, too."""
     changes = {"train.steps": 1000, "checkpoint.every": 0}
-    async with Controller(config(tiny_qwen3, tmp_path, **changes)) as controller:
-        train = asyncio.create_task(controller.train(two_turns, tasks(8)))
-        fleet, file = controller.cluster.fleet, controller.folder.path / "servers.toml"
+    with pytest.raises(Stopped, match="resume with: areal resume"):  # noqa: PT012
+        async with Controller(config(tiny_qwen3, tmp_path, **changes)) as controller:
+            train = asyncio.create_task(controller.train(two_turns, tasks(8)))
+            fleet = controller.cluster.fleet
 
-        async def until_open(urls: set[str], tokens: int) -> None:
-            """Exactly these serve, and have given that many more tokens."""
-            tokens += fleet.stats().tokens
-            async with asyncio.timeout(120):
-                while {
-                    s.client.url for s in fleet.servers if s.state == "accepting"
-                } != urls or fleet.stats().tokens < tokens:
-                    assert not train.done()
-                    await asyncio.sleep(0.05)
+            async def areal(command: str, *words: str) -> str:
+                line = [sys.executable, "-m", "areal", command, str(controller.folder.path), *words]
+                ended = await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, check=True)
+                return ended.stdout
 
-        (first,) = fleet.servers
-        assert file.read_text().endswith("count = 1\n")
-        file.write_text("count = 2\n")
-        began = time.monotonic()
-        async with asyncio.timeout(120):
-            while len(fleet.servers) < 2:
-                await asyncio.sleep(0.05)
-        start_s = time.monotonic() - began
-        second = fleet.servers[1]
-        await until_open({first.client.url, second.client.url}, 1000)
-        assert second.version is not None
-        assert second.version > 0, "it began at version 0 of the model's folder"
-        child = controller.cluster.workers._children[1]
-        file.write_text("count = 1\n")
-        await until_open({first.client.url}, 1000)
-        async with asyncio.timeout(max(10, start_s / 2)):
-            assert await child.wait() is not None
-        stats, state = fleet.stats(), controller.scheduler.state
-        train.cancel()
-        await asyncio.wait((train,))
+            async def until_open(urls: set[str], tokens: int) -> None:
+                """Exactly these serve, and have given that many more tokens."""
+                tokens += fleet.stats().tokens
+                async with asyncio.timeout(120):
+                    while {
+                        s.client.url for s in fleet.servers if s.state == "accepting"
+                    } != urls or fleet.stats().tokens < tokens:
+                        assert not train.done()
+                        await asyncio.sleep(0.05)
+
+            (first,) = fleet.servers
+            began = time.monotonic()
+            screen = await areal("servers", "count=2")
+            start_s = time.monotonic() - began
+            second = fleet.servers[1]
+            await until_open({first.client.url, second.client.url}, 1000)
+            assert second.version is not None
+            assert second.version > 0, "it began at version 0 of the model's folder"
+            child = controller.cluster.workers._children[1]
+            assert f"1 {second.client.url} accepting, version" in screen
+            assert "1 " + second.client.url not in await areal("servers", "count=1")
+            await until_open({first.client.url}, 1000)
+            async with asyncio.timeout(max(10, start_s / 2)):
+                assert await child.wait() is not None
+            stats, state = fleet.stats(), controller.scheduler.state
+            assert f"step     {controller.version} of 1000" in await areal("status")
+            with pytest.raises(subprocess.CalledProcessError) as refused:
+                await areal("servers", "count=0")
+            assert refused.value.returncode == 2
+            assert "servers.count=0" in refused.value.stderr
+            assert "resume with: areal resume" in await areal("stop")
+            await train
     assert stats.failures == stats.restarts == 0
     assert state.dropped == {}
     assert state.trained >= 4 * 4

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,9 +16,13 @@ import pytest
 from areal.agents.episode import Episode
 from areal.config import Config
 from areal.controller.controller import Controller
+from areal.controller.facts import Checkpointed, Fact, Trained
+from areal.controller.reader import LedgerReader
+from areal.controller.rollout import Agent
 from areal.controller.scheduler import Scheduler
 from areal.controller.train import TrainLoop
-from areal.errors import ArealError, Stalled, TrainerError
+from areal.errors import ArealError, Stalled, Stopped, TrainerError
+from areal.monitor.status import screen
 from areal.simulation.campaign import Simulation
 from areal.simulation.case import LIVES, draw
 from areal.simulation.clock import run
@@ -73,15 +78,82 @@ def test_what_is_asked_of_a_controller_outside_its_time(calm: Simulation) -> Non
 def test_changes_of_servers_say_what_they_want(calm: Simulation) -> None:
     async def main() -> None:
         async with controller_of(calm) as controller:
-            with pytest.raises(ArealError, match=r"count = 2 and urls = .* is given"):
+            with pytest.raises(ArealError, match=r"count=2 and urls=.* was given"):
                 await controller.change_servers(count=2, urls=["http://127.0.0.1:1"])
-            with pytest.raises(ArealError, match="nothing is given"):
+            with pytest.raises(ArealError, match="nothing was given"):
                 await controller.change_servers()
             with pytest.raises(ArealError, match=r"servers\.count=0"):
                 await controller.change_servers(count=0)
             await controller.change_servers(count=3)
             assert len(controller.cluster.fleet.servers) == 3
-            assert controller.folder.servers_file.read_text().endswith("count = 3\n")
+
+    run(main())
+
+
+def _facts_of(calm: Simulation) -> list[Fact]:
+    assert calm._controller
+    with LedgerReader.open(calm._controller.folder.ledger) as ledger:
+        return list(ledger.facts())
+
+
+def test_a_loop_that_a_program_writes_itself_gives_the_same_facts(tmp_path: Path) -> None:
+    """`train` is nothing but the public verbs."""
+
+    async def own(controller: Controller, agent: Agent, tasks: Iterable[Task]) -> None:
+        steps = []
+        async with controller.generating(agent, tasks):
+            while (batch := await controller.next_batch()) is not None:
+                stats = await controller.train_step(batch)
+                assert stats.version == batch.from_version + 1 == controller.version
+                published = await controller.publish()
+                assert published.version == stats.version
+                await controller.checkpoint(if_due=True)
+                await controller.report(batch, stats, published)
+                steps.append(stats.version)
+        await controller.checkpoint()
+        assert steps == list(range(1, controller.version + 1))
+
+    async def main(calm: Simulation, train: Callable[..., Awaitable[None]]) -> None:
+        async with controller_of(calm) as controller:
+            await train(controller, calm._agent, ({"id": f"task {i}"} for i in range(10**6)))
+
+    found = []
+    for name, train in (("own", own), ("train", Controller.train)):
+        case = replace(draw(3), faults=((),) * LIVES, kills=(0.0,) * LIVES, resizes=(), agent_fails=0.0, tasks=0)
+        calm = Simulation(replace(case, settings=(*case.settings, "data.epochs=0")), tmp_path / name)
+        run(main(calm, train))
+        found.append(_facts_of(calm))
+    assert found[0] == found[1]
+    assert len([fact for fact in found[0] if isinstance(fact, Trained)]) > 1
+    assert isinstance(found[0][-1], Checkpointed)
+
+
+def test_status_and_stop_of_a_run_in_progress(calm: Simulation) -> None:
+    """A stop is a Ctrl-C: a last checkpoint of the last step, and a message that says how to resume."""
+
+    async def main() -> None:
+        with pytest.raises(Stopped, match=r"resume with: areal resume .*run-0001"):  # noqa: PT012
+            async with controller_of(calm) as controller:
+                training = asyncio.create_task(
+                    controller.train(calm._agent, ({"id": f"task {i}"} for i in range(10**6)))
+                )
+                while controller.version < 3:
+                    await asyncio.sleep(0.1)
+                status = json.loads(json.dumps(controller.status()))
+                assert (status["run"], status["life"], status["step"]) == ("run-0001", 0, controller.version)
+                assert status["groups"]["trained"] == controller.log.state.trained
+                assert [server["state"] for server in status["servers"]] == [
+                    server.state for server in controller.cluster.fleet.servers
+                ]
+                assert any("a batch needs" in line for line in status["waits"])
+                text = screen(status)
+                assert f"step     {controller.version} of 1000, mean reward" in text
+                assert "sim://0 accepting, version" in text
+                controller.stop()
+                await training
+        state = controller.log.state
+        assert state.checkpoint is not None
+        assert state.checkpoint.version == state.version
 
     run(main())
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -16,11 +13,10 @@ import numpy as np
 import pytest
 
 from areal.config import Config
-from areal.controller import membership as membership_module
 from areal.controller.cluster import Cluster
 from areal.controller.fleet import Fleet
-from areal.controller.membership import Membership
 from areal.controller.ranks import Ranks
+from areal.controller.servers import Membership
 from areal.controller.weights import WeightSync, probe_ids
 from areal.deadlines import Deadlines
 from areal.errors import ArealError, ConfigError, ProcessError, ServerLost, TrainerError
@@ -33,11 +29,6 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "group"])
 
 
 DEADLINES = Deadlines(health=0.1, health_retry=0.02, restart=0.01, group=0.5)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_module, "PERIOD_S", 0.02)
 
 
 class Machine:
@@ -85,7 +76,6 @@ class Run(SimpleNamespace):
     trainer: FakeTrainer
     machine: Machine
     members: Membership
-    file: Path
 
     def train(self, version: int) -> None:
         """The ranks have taken the steps up to `version`."""
@@ -139,7 +129,7 @@ async def running(
     ranks = Ranks(cast(Workers, machine), trainer, 0)
     weights = WeightSync(config, fleet, ranks, folder, origin=ORIGIN, probe=probe_ids(VOCAB))
     cluster = cast(Cluster, SimpleNamespace(fleet=fleet, weights=weights, workers=machine))
-    members = Membership(config, cluster, folder / "servers.toml")
+    members = Membership(config, cluster)
     tasks = [asyncio.create_task(fleet.run(weights.sync_server))]
     try:
         run = Run(
@@ -149,11 +139,9 @@ async def running(
             trainer=trainer,
             machine=machine,
             members=members,
-            file=folder / "servers.toml",
         )
         await run.publish(0)
-        await members.begin()
-        tasks += [asyncio.create_task(members.run()), asyncio.create_task(members.watch())]
+        tasks.append(asyncio.create_task(members.run()))
         yield run
     finally:
         for task in tasks[1:]:
@@ -202,62 +190,22 @@ async def test_servers_join_at_the_current_version_and_leave_without_losing_a_to
         assert run.fleet.lowest_version() == 3
 
 
-async def test_the_file_is_watched_and_each_kind_of_nonsense_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "areal")
+async def test_each_kind_of_nonsense_is_named_and_changes_nothing(tmp_path: Path) -> None:
     async with running(tmp_path, places=2) as run:
-        assert run.file.read_text().splitlines()[-1] == "count = 1"
 
-        async def refused(content: str, *words: str) -> None:
-            caplog.clear()
-            new = tmp_path / "new"
-            new.write_text(content)
-            new.replace(run.file)  # at once: what is half written would be refused for another reason
-            await until(lambda: any(record.levelname == "ERROR" for record in caplog.records))
-            text = caplog.text
-            assert all(word in text for word in ("servers.toml", *words)), text
+        async def refused(wanted: dict[str, Any], *words: str) -> None:
+            with pytest.raises(ConfigError) as caught:
+                await run.members.change(wanted)
+            assert all(word in str(caught.value) for word in words), str(caught.value)
             assert run.indices() == [0]
 
-        await refused("count = 0\n", "servers.count=0 (servers.toml)", "greater than or equal to 1")
-        await refused("count = true\n", "servers.count=True")
-        await refused('count = "2"\n', "servers.count='2'")
-        await refused("count = \n", "not TOML")
-        await refused("", "nothing is given", "count = 2")
-        await refused("number = 2\n", "number = 2 is given", "count = 2")
-        await refused('urls = ["http://127.0.0.1:1"]\n', "starts its servers itself")
-        await refused("count = " + "[" * 5000 + "\n", "not TOML")
-        await refused("count = 0x" + "F" * 4000 + "\n", "servers.toml")
-        await refused("number = 0x" + "F" * 4000 + "\n", "servers.toml")
-        await refused("# " + "x" * 70_000 + "\n", "longer than 65536 bytes")
-        await refused("count = 3\n", "servers.count=3: there are 2 places")
-        await refused("count =  3\n", "servers.count=3: there are 2 places")
-        run.file.unlink()
-        await refused("count = 4\n", "there are 2 places")
-        run.file.write_text("count = 2\n")
-        await until(lambda: run.indices() == [0, 1])
-        await run.all_open()
-        run.file.write_text("# mine\ncount = 1\n")
-        await until(lambda: "server 1 has left" in caplog.text)
-        assert run.indices() == [0]
-        assert run.file.read_text() == "# mine\ncount = 1\n"
-
-
-@pytest.mark.parametrize("kind", ["directory", "pipe", "device"])
-async def test_what_is_no_file_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    """It is neither waited for nor read without an end; a change that a program asks for is made all the same."""
-    async with running(tmp_path) as run:
-        run.file.unlink()
-        match kind:
-            case "directory":
-                run.file.mkdir()
-            case "pipe":
-                os.mkfifo(run.file)
-            case "device":
-                run.file.symlink_to("/dev/zero")
-        await until(lambda: "it cannot be read" in caplog.text)
-        await run.members.change({"count": 2})
-        assert run.indices() == [0, 1]
+        await refused({"count": 0}, "servers.count=0 (areal servers)", "greater than or equal to 1")
+        await refused({"count": True}, "servers.count=True")
+        await refused({"count": "2"}, "servers.count='2'")
+        await refused({}, "nothing was given", "count=2")
+        await refused({"number": 2}, "number=2 was given", "count=2")
+        await refused({"urls": ["http://127.0.0.1:1"]}, "starts its servers itself")
+        await refused({"count": 3}, "servers.count=3: there are 2 places")
 
 
 async def test_what_a_start_raises_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,118 +222,12 @@ async def test_what_a_start_raises_does_not_end_the_run(tmp_path: Path, monkeypa
 
 
 async def test_changes_one_after_the_other_end_with_the_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the run writes itself is nobody's wish."""
     async with running(tmp_path) as run:
         for _ in range(10):
             for count in (2, 1):
                 await run.members.change({"count": count})
-        await asyncio.sleep(0.1)
         assert run.indices() == [0]
-        assert run.file.read_text().endswith("count = 1\n")
         assert "ERROR" not in caplog.text
-
-
-async def test_what_is_read_while_the_run_writes_is_no_wish(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reader and writer are threads: the old content with the new stamp looked like a change back."""
-    caplog.set_level(logging.INFO, "areal")
-    read = threading.Event()
-    replace = Path.replace
-
-    def in_the_middle(self: Path, target: Path) -> Path:
-        """Let `watch` look at the file, before it is the new one and after."""
-        read.clear()
-        read.wait(0.2)
-        replaced = replace(self, target)
-        read.clear()
-        read.wait(0.2)
-        return replaced
-
-    async with running(tmp_path) as run:
-        stamped = membership_module._stamped
-
-        def noted(file: Path) -> object:
-            found = stamped(file)
-            if file == run.file:
-                read.set()
-            return found
-
-        monkeypatch.setattr(membership_module, "_stamped", noted)
-        monkeypatch.setattr(Path, "replace", in_the_middle)
-        await run.members.change({"count": 2})
-        await asyncio.sleep(0.1)
-        await run.members.change({"count": 3})
-        assert run.indices() == [0, 1, 2]
-        assert caplog.text.count("from now on") == 2, caplog.text
-
-
-async def test_a_wish_of_the_file_that_waits_its_turn_is_not_written_over(tmp_path: Path) -> None:
-    async with running(tmp_path) as run:
-        run.machine.slow.clear()
-        change = asyncio.create_task(run.members.change({"count": 3}))
-        await asyncio.sleep(0.05)
-        run.file.write_text("# mine\ncount = 2\n")
-        await until(lambda: not run.members._asked.empty())
-        run.machine.slow.set()
-        await change
-        await until(lambda: run.indices() == [0, 1])
-        await asyncio.sleep(0.1)
-        assert run.file.read_text() == "# mine\ncount = 2\n"
-
-
-async def test_a_wish_of_the_file_that_is_being_read_is_not_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reader has noted the file already, and its wish is not yet in the queue."""
-    async with running(tmp_path) as run:
-        parsed = Membership._parsed
-        reading, go = threading.Event(), threading.Event()
-
-        def slowly(self: Membership) -> dict[str, Any]:
-            reading.set()
-            go.wait(3)
-            return parsed(self)
-
-        run.machine.slow.clear()
-        change = asyncio.create_task(run.members.change({"count": 3}))
-        await asyncio.sleep(0.05)
-        monkeypatch.setattr(Membership, "_parsed", slowly)
-        run.file.write_text("# mine\ncount = 2\n")
-        await until(reading.is_set)
-        run.machine.slow.set()
-        await until(lambda: run.indices() == [0, 1, 2])
-        await asyncio.sleep(0.1)  # the run is about to write, and waits for the reader
-        go.set()
-        await change
-        await until(lambda: run.indices() == [0, 1])
-        assert run.file.read_text() == "# mine\ncount = 2\n"
-
-
-async def test_a_change_is_written_over_nonsense_that_was_refused(tmp_path: Path) -> None:
-    async with running(tmp_path) as run:
-        run.file.write_text("count = ")
-        await asyncio.sleep(0.1)
-        await run.members.change({"count": 2})
-        assert run.file.read_text().endswith("count = 2\n")
-
-
-async def test_a_change_that_was_made_is_written_when_the_next_one_fails(tmp_path: Path) -> None:
-    async with running(tmp_path) as run:
-        first = asyncio.create_task(run.members.change({"count": 3}))
-        with pytest.raises(ConfigError, match=r"servers\.count=0"):
-            await run.members.change({"count": 0})
-        await first
-        assert run.file.read_text().endswith("count = 3\n")
-
-
-async def test_a_file_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with running(tmp_path) as run:
-        run.file.unlink()
-        await until(lambda: caplog.records)
-        await asyncio.sleep(0.2)
-        assert caplog.text.count("No such file") == 1
-        assert run.indices() == [0]
 
 
 async def test_a_server_that_does_not_start_leaves_the_others(tmp_path: Path) -> None:
@@ -394,7 +236,6 @@ async def test_a_server_that_does_not_start_leaves_the_others(tmp_path: Path) ->
         with pytest.raises(ProcessError, match="server 1 ended with code 1"):
             await run.members.change({"count": 3})
         assert run.indices() == [0, 2], "one came up"
-        assert run.file.read_text().endswith("count = 1\n")
         run.machine.broken.clear()
         await run.members.change({"count": 3})
         assert sorted(run.indices()) == [0, 1, 2]
@@ -476,7 +317,6 @@ async def test_a_change_goes_on_when_whoever_asked_for_it_is_gone(tmp_path: Path
         run.machine.slow.set()
         await until(lambda: len(run.fleet.servers) == 3)
         await run.all_open()
-        await until(lambda: run.file.read_text().endswith("count = 3\n"))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await run.members.change({"count": 1})
@@ -502,7 +342,7 @@ async def test_who_shall_replace_the_others_must_serve_before_they_leave(tmp_pat
         new = await stack.enter_async_context(FakeServer("theirs", token_s=0.002))
         run = await stack.enter_async_context(running(tmp_path, urls=[old.url]))
         new.faults["/update_weights_from_disk"] = ["refuse"] * 3
-        with pytest.raises(ServerLost, match="died before it served"):
+        with pytest.raises(ServerLost, match="died before it accepted requests"):
             await run.members.change({"urls": [new.url]})
         assert [server.client.url for server in run.fleet.servers] == [old.url]
         assert check(await run.calls(1, 20)[0], [0, 0], 20) == [0] * 20
@@ -546,7 +386,7 @@ async def test_places_that_the_settings_name_are_the_most_there_can_be(tmp_path:
         await run.members.change({"count": 2})
         assert run.indices() == [0, 1]
         with pytest.raises(
-            ConfigError, match=r"placement.servers=.* places 2 servers, servers.count=3 \(servers.toml\)"
+            ConfigError, match=r"placement.servers=.* places 2 servers, servers.count=3 \(areal servers\)"
         ):
             await run.members.change({"count": 3})
 
@@ -564,9 +404,9 @@ async def test_servers_of_somebody_else(tmp_path: Path, transport: str) -> None:
         assert second.label == "run.0:0"
         with pytest.raises(ConfigError, match="does not answer"):
             await run.members.change({"urls": ["http://127.0.0.1:1"]})
-        with pytest.raises(ConfigError, match="has servers that somebody else runs"):
+        with pytest.raises(ConfigError, match="has external servers"):
             await run.members.change({"count": 1})
-        with pytest.raises(ConfigError, match="urls = "):
+        with pytest.raises(ConfigError, match="urls="):
             await run.members.change({"urls": []})
         assert len(run.fleet.servers) == 2
         await run.members.change({"urls": [second.url]})

@@ -30,7 +30,7 @@ IN_CONTROLLER = (
     ("fleet", "rollout"),
     ("weights", "evaluation", "watchdog"),
     ("cluster",),
-    ("report", "membership"),
+    ("report", "servers"),
     ("train",),
     ("controller",),
 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,15 +167,7 @@ class WeightSync:
             if servers and sum(isinstance(error, ServerRefused) for error in failed.values()) == len(servers):
                 raise PublishError(f"no server took version {version}:\n  " + "\n  ".join(reasons))
             await self._prune()
-            return PublishStats(
-                version=version,
-                servers=len(taken),
-                prepare_s=ready - started,
-                pause_s=sum(pause for pause, _ in taken.values()) / max(1, len(taken)),
-                pause_max_s=max((pause for pause, _ in taken.values()), default=0.0),
-                gap=max((gap for _, gap in taken.values()), default=float("nan")),
-                failed=tuple(reasons),
-            )
+            return _stats(version, ready - started, taken.values(), reasons)
 
     async def sync_server(self, server: Server) -> None:
         """Bring one server that just came up to the current version, and open it. Raises ServerError.
@@ -283,6 +276,16 @@ class WeightSync:
         for path in self._folder.glob("version-*"):
             if path != keep:
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+
+def _stats(
+    version: int, prepare_s: float, taken: Collection[tuple[float, float]], failed: Sequence[str]
+) -> PublishStats:
+    """taken: the pause and the gap of each server that took the version."""
+    pauses, gaps = [pause for pause, _ in taken], [gap for _, gap in taken]
+    mean_s = sum(pauses) / max(1, len(pauses))
+    gap = max(gaps, default=float("nan"))
+    return PublishStats(version, len(taken), prepare_s, mean_s, max(pauses, default=0.0), gap, tuple(failed))
 
 
 class _Deadline:

@@ -36,10 +36,7 @@ class Case:
     stops: tuple[float, ...] = (0.0,) * (LIVES - 1)
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed."""
-    chance = random.Random(seed)
-    steps, groups, size, servers = (chance.randint(*r) for r in ((2, 7), (1, 4), (2, 4), (1, 4)))
+def _settings(chance: random.Random, seed: int, steps: int, groups: int, size: int, servers: int) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "train.steps": steps,
         "train.batch_groups": groups,
@@ -71,6 +68,14 @@ def draw(seed: int) -> Case:
     settings["weights.interrupt"] = chance.choice(
         ["abort", "retract" if settings["weights.transport"] == "disk" else "abort"]
     )
+    return settings
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    chance = random.Random(seed)
+    steps, groups, size, servers = (chance.randint(*r) for r in ((2, 7), (1, 4), (2, 4), (1, 4)))
+    settings = _settings(chance, seed, steps, groups, size, servers)
     speed = Speed(
         decode=chance.choice([20.0, 100.0]),
         load_s=chance.choice([0.05, 0.5, 3.0]),

@@ -56,47 +56,23 @@ async def start_trainer(
     store = new_store(log_folder)
     addresses: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future() for _ in range(ranks)]
     registry = await asyncio.start_server(_registrar(token, addresses), HOST, 0)
-    settings = RankSettings(
+    settings = _settings(
+        config,
         model_path=str(model_path),
         checkpoint=str(checkpoint),
-        dtype=config.model.dtype,
         life=life,
         version=version,
-        microbatch_tokens=config.train.microbatch_tokens,
-        timeout_s=config.trainer.timeout_s,
-        group_timeout_s=config.weights.timeout_s,
         roots=[str(root) for root in roots],
         register="{}:{}".format(*registry.sockets[0].getsockname()[:2]),
-        beta1=config.optimizer.beta1,
-        beta2=config.optimizer.beta2,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        clip_grad=config.optimizer.clip_grad,
     )
-    common = {
-        TOKEN: token,
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": "0",  # each rank sees its own device only
-        # One thread per rank is fastest when servers share the cores.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **on_loopback(),
-        **store,
-    }
     children: list[Child] = []
+    command = [sys.executable, "-m", "areal.workers.megatron.rank", to_json(settings)]
     try:
         for rank in range(ranks):
-            children.append(
-                Child.start(
-                    f"trainer rank {rank}",
-                    [sys.executable, "-m", "areal.workers.megatron.rank", to_json(settings)],
-                    log=Path(log_folder) / f"trainer-{rank}.log",
-                    env={
-                        **common,
-                        "RANK": str(rank),
-                        "CUDA_VISIBLE_DEVICES": visible([devices[rank]]) if devices else "",
-                    },
-                )
-            )
+            gpu = visible([devices[rank]]) if devices else ""
+            env = {**_environment(token, ranks), **store, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": gpu}
+            log = Path(log_folder) / f"trainer-{rank}.log"
+            children.append(Child.start(f"trainer rank {rank}", command, log=log, env=env))
         await _ready(addresses, children, config.trainer.start_timeout_s)
     except BaseException:
         await asyncio.gather(*(child.stop(grace_s=1.0) for child in children))
@@ -110,6 +86,33 @@ async def start_trainer(
         group_timeout_s=config.weights.timeout_s,
         children=children,
     )
+
+
+def _settings(config: Config, **rest: Any) -> RankSettings:
+    optimizer = config.optimizer
+    return RankSettings(
+        dtype=config.model.dtype,
+        microbatch_tokens=config.train.microbatch_tokens,
+        timeout_s=config.trainer.timeout_s,
+        group_timeout_s=config.weights.timeout_s,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.clip_grad,
+        **rest,
+    )
+
+
+def _environment(token: str, ranks: int) -> dict[str, str]:
+    return {
+        TOKEN: token,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": "0",  # each rank sees its own device only
+        # One thread per rank is fastest when servers share the cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **on_loopback(),
+    }
 
 
 def _check(checkpoint: str, wanted: Saved) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -26,7 +26,7 @@ from areal.controller.facts import BatchFormed, Checkpointed, Dropped, Fact, Fai
 from areal.controller.reader import (
     DATABASE,
     FORMAT,
-    LedgerReader,
+    Records,
     check_exists,
     check_format,
     connect,
@@ -64,7 +64,7 @@ class _Entry(NamedTuple):
     owner: tuple[int, int] = (-1, -1)
 
 
-class Ledger:
+class Ledger(Records):
     """Append-only; made by `create` or `open`. One process at a time has a ledger.
 
     `append` never blocks. `barrier` waits until everything appended so far is on disk; `ready` waits only while the
@@ -73,7 +73,6 @@ class Ledger:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         self._backlog: list[_Entry] = []
         self._unwritten_bytes = 0
         self._appended = self._written = self._awaited = 0
@@ -83,12 +82,12 @@ class Ledger:
         self._writing: asyncio.Task[None] | None = None
         with errors(folder, "opened"), contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_lock(folder))
-            self._database = undo.enter_context(contextlib.closing(connect(folder)))
+            self._written_to = undo.enter_context(contextlib.closing(connect(folder)))
             # FULL: a commit waits for the disk. Freed pages need no zeros over them: the folder is private.
-            self._database.executescript(
+            self._written_to.executescript(
                 "PRAGMA synchronous = FULL; PRAGMA secure_delete = OFF; PRAGMA journal_size_limit = 67108864"
             )
-            self._reader = LedgerReader(folder, connect(folder))
+            super().__init__(folder, connect(folder))
             undo.pop_all()
         self._thread = ThreadPoolExecutor(1, "ledger")
 
@@ -157,20 +156,6 @@ class Ledger:
         while self._written < target and self._failure is None:
             await self._changed.wait()
 
-    # -- reading
-
-    def facts(self, after: int = 0) -> Iterator[Fact]:
-        """All facts, in order, without the first `after`."""
-        return self._reader.facts(after)
-
-    def episode(self, group: int, member: int) -> EpisodeRecord:
-        """LedgerError if it is not there, no longer needed, or damaged."""
-        return self._reader.episode(group, member)
-
-    def calls(self, group: int, member: int) -> list[RecordedCall]:
-        """The calls of an unfinished episode, in order."""
-        return self._reader.calls(group, member)
-
     async def batch(self, formed: BatchFormed) -> Batch:
         """The batch of `formed`, with the trajectories of its groups, once everything appended so far is on disk."""
         await self.barrier()
@@ -178,7 +163,7 @@ class Ledger:
         return Batch(formed.batch, formed.from_version, tuple(groups))
 
     def _group(self, number: int) -> Group:
-        episodes = self._reader.episodes(number)
+        episodes = self.episodes(number)
         return Group(number, episodes[0].task_id, episodes)
 
     # -- writing
@@ -214,7 +199,7 @@ class Ledger:
 
     def _write(self, entries: Sequence[_Entry]) -> None:
         """All entries in one transaction: all of them are on disk afterwards or, after an error, none."""
-        with self._database as database:
+        with self._written_to as database:
             for fact, body, record, owner in entries:
                 if fact is None:
                     database.execute("INSERT INTO calls (grp, member, record) VALUES (?, ?, ?)", (*owner, record))
@@ -226,13 +211,13 @@ class Ledger:
 
     def _forget(self, fact: Fact) -> None:
         """Delete what nobody needs after `fact`."""
-        execute = self._database.execute
+        execute = self._written_to.execute
         match fact:
             case Finished() | Failed():
                 execute("DELETE FROM calls WHERE grp = ? AND member = ?", (fact.group, fact.member))
             case BatchFormed():
                 rows = [(group, fact.from_version) for group in fact.groups]
-                self._database.executemany("INSERT INTO trained VALUES (?, ?)", rows)
+                self._written_to.executemany("INSERT INTO trained VALUES (?, ?)", rows)
             case Dropped():
                 for table in ("episodes", "calls"):
                     execute(f"DELETE FROM {table} WHERE grp = ?", (fact.group,))
@@ -250,7 +235,7 @@ class Ledger:
             async with asyncio.timeout(deadline_s):
                 await self._flush()
                 if self._failure is None:  # folds the write-ahead log into the file, which may take a while
-                    await asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+                    await asyncio.get_running_loop().run_in_executor(self._thread, self._written_to.close)
                     self._thread.shutdown()
         except TimeoutError:
             raise LedgerError(
@@ -261,18 +246,18 @@ class Ledger:
             self._release()
         if self._failure is not None:
             with contextlib.suppress(sqlite3.Error):
-                self._database.close()
+                self._written_to.close()
             self._check()
 
     def abandon(self) -> None:
         """What SIGKILL does: nothing is written any more. For simulations."""
         self._closed = True
         self._backlog.clear()
-        self._database.close()
+        self._written_to.close()
         self._release()
 
     def _release(self) -> None:
-        self._reader.close()
+        self._database.close()
         self._thread.shutdown(wait=False)
         self._lock.close()
 

@@ -19,41 +19,14 @@ DATABASE = "ledger.db"
 FORMAT = 3
 
 
-class LedgerReader:
-    """The part of a ledger that is on disk. `open` it to look at a run that is over, was killed, or is running: that
-    takes no lock and changes no file. Then use it as a context manager."""
+class Records:
+    """What a ledger has on disk, through one connection. is_still: nothing writes it, as far as is known; SQLite reads
+    without any lock."""
 
     def __init__(self, folder: Path, database: sqlite3.Connection, *, is_still: bool = False) -> None:
-        """is_still: nothing writes it, as far as is known; SQLite reads without any lock."""
         self._folder = folder
         self._database = database
         self._is_still = is_still
-
-    @classmethod
-    def open(cls, folder: str | Path) -> Self:
-        """LedgerError if the folder has no ledger, or one of another format."""
-        folder = Path(folder)
-        with errors(folder, "read"):
-            check_exists(folder)
-            log, index = folder / f"{DATABASE}-wal", folder / f"{DATABASE}-shm"
-            is_still = not _bytes_of(log) and not (log.exists() and index.exists())
-            mode = "mode=ro&readonly_shm=1" if index.exists() else "mode=ro"
-            if is_still:  # with mode=ro SQLite would leave its two working files behind
-                mode = "immutable=1"
-            address = f"{(folder / DATABASE).absolute().as_uri()}?{mode}"
-            database = sqlite3.connect(address, uri=True, check_same_thread=False)
-            try:
-                check_format(folder, database)
-            except BaseException:
-                database.close()
-                raise
-        return cls(folder, database, is_still=is_still)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def facts(self, after: int = 0) -> Iterator[Fact]:
         """All facts, in order, without the first `after`. LedgerError for one that is not known here."""
@@ -109,12 +82,43 @@ class LedgerReader:
         except ValueError as error:
             raise LedgerError(f"ledger {self._folder}, episode of group {group}, member {member}: {error}") from error
 
-    def close(self) -> None:
-        self._database.close()
-
     def _check_still(self) -> None:
         if self._is_still and _bytes_of(self._folder / f"{DATABASE}-wal"):
             raise LedgerError(f"ledger {self._folder}: the run went on while it was read; read it again")
+
+
+class LedgerReader(Records):
+    """`open` it to look at a run that is over, was killed, or is running: that takes no lock and changes no file. Then
+    use it as a context manager."""
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Self:
+        """LedgerError if the folder has no ledger, or one of another format."""
+        folder = Path(folder)
+        with errors(folder, "read"):
+            check_exists(folder)
+            log, index = folder / f"{DATABASE}-wal", folder / f"{DATABASE}-shm"
+            is_still = not _bytes_of(log) and not (log.exists() and index.exists())
+            mode = "mode=ro&readonly_shm=1" if index.exists() else "mode=ro"
+            if is_still:  # with mode=ro SQLite would leave its two working files behind
+                mode = "immutable=1"
+            address = f"{(folder / DATABASE).absolute().as_uri()}?{mode}"
+            database = sqlite3.connect(address, uri=True, check_same_thread=False)
+            try:
+                check_format(folder, database)
+            except BaseException:
+                database.close()
+                raise
+        return cls(folder, database, is_still=is_still)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._database.close()
 
 
 def connect(folder: Path) -> sqlite3.Connection:

@@ -1,7 +1,7 @@
 """The torch.distributed group through which the trainer sends weights to servers (weights.transport `group`).
 
 Rank 0 is the trainer's sender, the servers follow in order; the group is kept from one publication to the next. A
-collective that loses one member fails for all of them. So when it breaks, the member that broke it is given up, the
+collective that loses one member fails for all of them. So when it breaks, the member that broke it is left out, the
 group is destroyed, and the others receive again in a group without it.
 """
 

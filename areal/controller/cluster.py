@@ -106,7 +106,7 @@ class Cluster:
             stack.push_async_callback(self.fleet.close)
             if not workers.can_restart:
                 stack.push_async_callback(self.weights.close)
-                await self.weights.publish(version)  # until then they hold weights of somebody else
+                await self.weights.publish(version)  # until then external servers hold other weights
             self._stack = stack.pop_all()
         return self
 

@@ -1,7 +1,7 @@
 """What can happen to a run, as records. The ledger keeps them; folded in order they are the state of the run.
 
-A fact says what happened, never why: whoever folds it needs no policy, so a newer version of the code can go on
-with an older run. Fields may be added with a default; a field or a record that was written once keeps its name.
+A fact says what happened, never why: folding it needs no policy, so a newer version of the code can resume an older
+run. Fields may be added with a default; a field or a record that was written once keeps its name.
 """
 
 from __future__ import annotations

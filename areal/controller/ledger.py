@@ -210,7 +210,7 @@ class Ledger(Records):
                 self._forget(fact)
 
     def _forget(self, fact: Fact) -> None:
-        """Delete what nobody needs after `fact`."""
+        """Delete what is not needed any more after `fact`."""
         execute = self._written_to.execute
         match fact:
             case Finished() | Failed():

@@ -1,6 +1,6 @@
 """The run so far: its state, and the stream of facts that changes it.
 
-Whoever decides something commits the facts of the decision here. Each fact is folded into the state, appended to the
+Every decision is committed here, as facts. Each fact is folded into the state, appended to the
 ledger and shown to the observers, in that order and before the next fact, so that the state, the ledger and everything
 that watches the run (rollout, watchdog, reporter) can never disagree about what happened.
 """

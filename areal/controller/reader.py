@@ -84,7 +84,7 @@ class Records:
 
     def _check_still(self) -> None:
         if self._is_still and _bytes_of(self._folder / f"{DATABASE}-wal"):
-            raise LedgerError(f"ledger {self._folder}: the run went on while it was read; read it again")
+            raise LedgerError(f"ledger {self._folder}: the run continued while it was read; read it again")
 
 
 class LedgerReader(Records):

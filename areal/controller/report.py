@@ -73,7 +73,7 @@ class Reporter:
         self._gap_max = float(np.fmax(self._gap_max, stats.logprob_gap_max))
         self._reward = float(np.mean([episode.reward for group in batch.groups for episode in group.episodes]))
         ages = staleness_of(batch)
-        late = sum(count for age, count in ages.items() if age > self.config.staleness.max)
+        stale = sum(count for age, count in ages.items() if age > self.config.staleness.max)
         report = StepReport(
             step=stats.version,
             steps=self.config.train.steps,
@@ -81,7 +81,7 @@ class Reporter:
             reward_mean=self._reward,
             groups=len(batch.groups),
             staleness={age: count for age, count in ages.items() if age <= self.config.staleness.max},
-            masked_share=late / max(1, sum(ages.values())),
+            masked_share=stale / max(1, sum(ages.values())),
             generated_tokens_per_s=(self._fleet_stats.tokens - before.tokens) / seconds,
             trained_tokens_per_s=stats.tokens / stats.seconds,
             paused_share=(self._fleet_stats.paused_s - before.paused_s) / seconds,

@@ -139,7 +139,7 @@ async def _end(running: asyncio.Task[float], episode: Episode, grace_s: float) -
 def _ended(running: asyncio.Task[float]) -> None:
     _left_behind.discard(running)
     if not running.cancelled():
-        running.exception()  # nobody waits for it: not worth asyncio's warning
+        running.exception()  # nothing waits for it: not worth asyncio's warning
 
 
 def name_of(agent: Agent) -> str:
@@ -195,7 +195,7 @@ class RolloutLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs because the source of tasks has none for now (a service that nobody uses)."""
+        """Whether nothing runs because the source of tasks has none for now (a service without users)."""
         return self._awaits_task and not self.running
 
     async def run(self, agent: Agent, tasks: Tasks) -> None:
@@ -257,7 +257,7 @@ class RolloutLoop:
             del self._groups[number]
 
     async def _member(self, agent: Agent, number: int, member: int, task: Task) -> None:
-        """One member to its end: finished, given up, or its group dropped."""
+        """One member to its end: finished, not retried any more, or its group dropped."""
         tries = 0
         while True:
             episode = self._new_episode(number, member, task["id"], name_of(agent), not tries)

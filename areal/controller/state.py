@@ -114,7 +114,7 @@ class State:
     staleness: dict[int, int] = field(default_factory=dict)
     """Trained loss tokens, by staleness in steps."""
     masked_tokens: int = 0
-    """Tokens that were too old for the loss of their batch."""
+    """Tokens that were too stale for the loss of their batch."""
     success: dict[str, float] = field(default_factory=dict)
     """By the label of the evaluation."""
 

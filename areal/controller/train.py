@@ -1,7 +1,7 @@
 """The steps of a run: batches to the ranks, weights to the servers, checkpoints to the disk.
 
-Whatever needs the ranks goes through `_with_ranks`: ranks that died or failed half way are started again from the last
-checkpoint, and the steps since are repeated with their recorded batches, seeds and learning rates (I4).
+Everything that needs the ranks goes through `_with_ranks`: ranks that died or failed half way are restarted from the
+last checkpoint, and repeat the steps since with their recorded batches, seeds and learning rates (I4).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TrainLoop:
         self._writing: asyncio.Task[None] | None = None
 
     async def recover(self) -> None:
-        """Bring the ranks of a run that goes on to where it was, and publish. Raises TrainerError, PublishError."""
+        """Bring the ranks of a resumed run to its current step, and publish. Raises TrainerError, PublishError."""
         await self._with_ranks(self._repeat)
         state = self.scheduler.state
         if state.life:
@@ -108,8 +108,8 @@ class TrainLoop:
         await self._with_ranks(self._checkpoint)
 
     async def stop(self) -> None:
-        """A last checkpoint, with the step that runs; nothing is started again. None while the ranks are on their way
-        back to where they were: what the last checkpoint lacks is taken again at the resume."""
+        """Finish the step in flight and write a last checkpoint; nothing is restarted. No checkpoint while ranks still
+        repeat steps after a restart: a resume repeats them."""
         await self._end_step()
         if self.cluster.ranks.version == self.scheduler.state.version:
             await self._checkpoint()
@@ -128,15 +128,15 @@ class TrainLoop:
 
     async def _end_step(self) -> None:
         """After a stop in mid-step: the ranks finish it all the same, and a repeat gets their answer (I4). A step that
-        counts already, and was taken again, is left."""
+        already counts, and is only repeated, is left alone."""
         request, open_batch = self.cluster.ranks.step, self.scheduler.state.batch
         if request and open_batch and request.batch_id == open_batch.batch:
             await self.cluster.ranks.train(request)
             self._log.commit(self.scheduler.trained(request.batch_id))
 
     async def _with_ranks(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do what needs the ranks. When they fail they are started again, from the last checkpoint, and it is done once
-        more. The same failure twice is no accident: it ends the run, and so do trainer.restarts of them."""
+        """Do what needs the ranks; when they fail, restart them from the last checkpoint and do it once more. A second
+        failure of the same work is no accident and ends the run, and so do more than trainer.restarts failures."""
         failed = False
         ranks, limit = self.cluster.ranks, self.config.trainer.restarts
         while True:
@@ -158,7 +158,7 @@ class TrainLoop:
             await self.cluster.weights.catch_up()
 
     async def _begin_checkpoint(self) -> None:
-        """Copy the trainer's state aside; it is written while the run goes on. One at a time."""
+        """Copy the trainer's state aside; it is written while the run continues. One at a time."""
         version = self.scheduler.state.version
         await self._written()
         if self._saved_version() != version:
@@ -184,7 +184,7 @@ class TrainLoop:
             raise TrainerError("the last checkpoint was lost with its rank")
 
     async def _written(self) -> None:
-        """Once no checkpoint is being written. Whoever waits may be cancelled, and the writing goes on."""
+        """Wait until no checkpoint is being written. Cancelling this wait does not stop the writing."""
         if self._writing:
             await asyncio.wait((self._writing,))
             self._writing.result()

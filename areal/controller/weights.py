@@ -4,12 +4,12 @@
     stats = await weights.publish(version)      # the trainer holds `version`, and does until this returns
 
 While the servers still generate, the weights are exported (transport `disk`) or the broadcast group is formed
-(`group`). Then, each server for itself: gate closed, running requests aborted, load, flush until the server says so,
-log-probs of a fixed prompt compared with the trainer's, gate open at the new label. The first that is done serves.
+(`group`). Then each server, independently, stops accepting requests, has those in flight aborted, loads, flushes its KV
+cache, is compared with the trainer by the log-probs of a fixed prompt, and accepts requests at the new label.
 With weights.rollout `rolling` the servers do this one after the other; with weights.interrupt `retract` the requests
 stay in their paused server instead, which computes their prompts again under the new weights.
 
-A server that fails in any of this, or takes longer than weights.timeout_s, is dead: the fleet starts it again, and
+A server that fails in any of this, or takes longer than weights.timeout_s, is dead: the fleet restarts it, and
 `sync_server` brings it to the current version before it gets a request. So a server serves a known version or none
 (I6), and a publication ends in time (I7).
 """
@@ -47,7 +47,7 @@ log = logging.getLogger("areal")
 @dataclass(frozen=True, slots=True)
 class PublishStats:
     """prepare_s: export, or forming the group, while the servers generate. pause_s, pause_max_s: how long the mean and
-    the slowest server stood still. gap: log-prob difference found (see the tolerances; NaN when weights.verify is
+    the slowest server did not generate. gap: log-prob difference found (see the tolerances; NaN when weights.verify is
     off). failed: why a server did not take this version."""
 
     version: int
@@ -117,7 +117,7 @@ class WeightSync:
         """Bring all servers to the weights that the trainer holds, as `version`.
 
         Raises PublishError when every server refused them; TrainerError when the trainer could not give them: then,
-        with `disk`, no server was touched. Servers that were lost are started again by the fleet, which syncs them.
+        with `disk`, no server was touched. The fleet restarts and syncs servers that were lost.
         """
         async with self._lock:
             now = asyncio.get_running_loop().time
@@ -155,7 +155,7 @@ class WeightSync:
             for some in [[server] for server in todo] if self._settings.rollout == "rolling" else [todo]:
                 if not (some := [server for server in some if not server.is_dead]):
                     continue  # it died while others took theirs
-                if self._broadcast:  # in a rolling publication a group of two, anew for each server
+                if self._broadcast:  # in a rolling publication, another group of two for each server
                     some = await self._broadcast.prepare(some, fail)
                 prepared = now()
                 if self._broadcast:
@@ -170,11 +170,11 @@ class WeightSync:
             return _stats(version, ready - started, taken.values(), reasons)
 
     async def sync_server(self, server: Server) -> None:
-        """Bring one server that just came up to the current version, and open it. Raises ServerError.
+        """Bring one server that just came up to the current version. Raises ServerError.
 
-        Before the first publication a server opens when its label is of this run and life. When the weights cannot
-        be had (transport `group`, while the trainer is on its way to the next version) the server stays closed, and
-        the next publication takes it along. When ranks fail at it, `owing` says so: somebody has to heal them first.
+        Before the first publication a server accepts requests if its label is of this run and life. When the weights
+        are not available (transport `group`, while a step is in flight) the server keeps waiting, and the next
+        publication includes it. When the ranks fail to give them, `owing` says so until `catch_up`.
         """
         try:
             await self._bring(server)
@@ -186,7 +186,7 @@ class WeightSync:
     async def _bring(self, server: Server) -> None:
         async with self._lock:
             if server.state != "waiting":
-                return  # a publication took it along, or it has died
+                return  # a publication included it, or it has died
             current = self._current
             if current is None:
                 if server.version is not None and server.label:
@@ -201,13 +201,13 @@ class WeightSync:
                     return
             async with self._deadline(server):
                 if self._retracts:
-                    await server.client.resume()  # a server of somebody else may have been left in a pause
+                    await server.client.resume()  # an external server may have been left paused
                 await server.client.load_disk(str(self._path(current.version)), current.label)
                 await self._finish(server, current)
 
     async def catch_up(self) -> None:
-        """Bring the servers up to date that came up while the ranks were on their way, or failed (see `sync_server`),
-        where no publication follows. Raises TrainerError."""
+        """Bring servers up to date that came up while the ranks restarted or failed (see `sync_server`), where no
+        publication follows. Raises TrainerError."""
         self.owing = False
         for server in tuple(self._fleet.servers):
             if server.state == "waiting":

@@ -166,7 +166,7 @@ class _Replay:
             case "data" | "cancelled":
                 return self.scheduler.drop(fact.group, fact.reason)
             case _:
-                return f"nobody outside drops a group with the reason {fact.reason}, and the scheduler does not here"
+                return f"no group is dropped from outside for {fact.reason!r}, and not by the scheduler here"
 
 
 _CALLS: dict[type[Fact], Callable[[_Replay, Any], Sequence[Fact] | str]] = {

@@ -140,7 +140,7 @@ class Simulation:
             return True
         except asyncio.CancelledError:
             if not life.cancelling():
-                raise Violation("I7: a CancelledError that nobody asked for") from None
+                raise Violation("I7: an unrequested CancelledError") from None
             if loop.time() > stop_at + STOP_S:
                 raise Violation(f"I7: the stop took {loop.time() - stop_at:.1f} s") from None
             self.outcome.ends.append("stopped")
@@ -291,7 +291,7 @@ class Simulation:
         return "; ".join(waits_of(self._controller.scheduler)) if self._controller else "its start"
 
     def _abandon(self, loop: VirtualLoop) -> None:
-        """What SIGKILL does: nothing of the life goes on, and what the ledger had not written is lost."""
+        """What SIGKILL does: nothing of the life continues, and what the ledger had not written is lost."""
         if self._controller and hasattr(self._controller, "ledger"):
             self._controller.ledger.abandon()
             with LedgerReader.open(self._controller.folder.ledger) as reader:

@@ -15,7 +15,7 @@ from areal.workers.protocols import ServerInfo, WeightGroup
 from areal.workers.sglang.client import ABORT_TIMEOUT_S, HEALTH_TIMEOUT_S
 
 DISCONNECT_S = 1.0
-"""Seconds after which a server notices that whoever asked has closed the connection."""
+"""Seconds after which a server notices that the client has closed the connection."""
 
 
 class SimulatedClient:
@@ -34,7 +34,7 @@ class SimulatedClient:
         trouble = self.server.trouble
         if self._happens(trouble.refuse):
             raise ServerRefused(f"{self.url}/generate: HTTP 500")
-        if self._happens(trouble.repeat):  # the request came twice; nobody reads the other answer
+        if self._happens(trouble.repeat):  # the request came twice; the other answer is not read
             self.server.submit(f"{rid}-again", input_ids, sampling)
         job = self.server.submit(rid, input_ids, sampling)
         try:
@@ -185,7 +185,7 @@ class Rendezvous:
             raise
 
     def break_up(self) -> None:
-        """Whoever waits gets an error, as when a member closes its connections."""
+        """All waiters get an error, as when a member closes its connections."""
         for here in self._waiting.values():
             for each in here:
                 if not each.done():

@@ -138,7 +138,7 @@ class SimulatedWorkers:
         return self._new_server(index)
 
     async def connect(self, url: str) -> ServerClient:
-        raise ConfigError(f"{url}: a simulated run has no servers of somebody else")
+        raise ConfigError(f"{url}: a simulated run has no external servers")
 
     async def stop_server(self, index: int) -> None:
         if client := self._world.clients.pop(index, None):

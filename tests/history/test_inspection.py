@@ -454,7 +454,7 @@ async def test_a_run_that_is_resumed_meanwhile_is_read_again(folder: RunFolder) 
         try:
             ledger.append(Completed(0))
             await ledger.barrier()
-            with pytest.raises(LedgerError, match="the run went on while it was read; read it again"):
+            with pytest.raises(LedgerError, match="the run continued while it was read; read it again"):
                 list(facts)
         finally:
             await ledger.close()

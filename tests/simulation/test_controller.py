@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,6 @@ from areal.config import Config
 from areal.controller.controller import Controller
 from areal.controller.facts import Checkpointed, Fact, Trained
 from areal.controller.reader import LedgerReader
-from areal.controller.rollout import Agent
 from areal.controller.scheduler import Scheduler
 from areal.controller.train import TrainLoop
 from areal.errors import ArealError, Stalled, Stopped, TrainerError
@@ -96,29 +97,22 @@ def _facts_of(calm: Simulation) -> list[Fact]:
         return list(ledger.facts())
 
 
-def test_a_loop_that_a_program_writes_itself_gives_the_same_facts(tmp_path: Path) -> None:
-    """`train` is nothing but the public verbs."""
+README = Path(__file__).parents[2] / "README.md"
 
-    async def own(controller: Controller, agent: Agent, tasks: Iterable[Task]) -> None:
-        steps = []
-        async with controller.generating(agent, tasks):
-            while (batch := await controller.next_batch()) is not None:
-                stats = await controller.train_step(batch)
-                assert stats.version == batch.from_version + 1 == controller.version
-                published = await controller.publish()
-                assert published.version == stats.version
-                await controller.checkpoint(if_due=True)
-                await controller.report(batch, stats, published)
-                steps.append(stats.version)
-        await controller.checkpoint()
-        assert steps == list(range(1, controller.version + 1))
+
+def test_the_loop_that_readme_shows_gives_the_same_facts_as_train(tmp_path: Path) -> None:
+    """`train` is nothing but the public verbs."""
+    shown = re.search(r"```python\n(async with controller\.generating.*?)```", README.read_text(), re.DOTALL)
+    assert shown
+    names: dict[str, Any] = {}
+    exec("async def own(controller, agent, tasks):\n" + textwrap.indent(shown[1], "    "), names)
 
     async def main(calm: Simulation, train: Callable[..., Awaitable[None]]) -> None:
         async with controller_of(calm) as controller:
             await train(controller, calm._agent, ({"id": f"task {i}"} for i in range(10**6)))
 
     found = []
-    for name, train in (("own", own), ("train", Controller.train)):
+    for name, train in (("own", names["own"]), ("train", Controller.train)):
         case = replace(draw(3), faults=((),) * LIVES, kills=(0.0,) * LIVES, resizes=(), agent_fails=0.0, tasks=0)
         calm = Simulation(replace(case, settings=(*case.settings, "data.epochs=0")), tmp_path / name)
         run(main(calm, train))

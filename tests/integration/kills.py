@@ -132,8 +132,8 @@ class Run:
         assert self.process
         return {child.name() for child in psutil.Process(self.process.pid).children(recursive=True)}
 
-    def kill(self, what: str) -> None:
-        """SIGKILL to the "controller", a "server", its "scheduler" or a "rank"."""
+    def kill(self, what: str) -> bool:
+        """SIGKILL to the "controller", a "server", its "scheduler" or a "rank". False when there was none just then."""
         assert self.process
         if what == "controller":
             children = psutil.Process(self.process.pid).children(recursive=True)
@@ -145,16 +145,17 @@ class Run:
             while found := descendants(self._folder):
                 assert time.monotonic() < deadline, f"{found} have left the tree, and run"
                 time.sleep(0.05)
-            return
-        mark = {"server": "cpu_server", "scheduler": "sglang::scheduler", "rank": "trainer.rank"}[what]
+            return True
+        mark = {"server": "cpu_server", "scheduler": "sglang::scheduler", "rank": "megatron.rank"}[what]
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 words = child.cmdline()
                 if any(mark in word for word in words) and not any(word.endswith("guard.py") for word in words):
                     child.kill()
-                    return
+                    return True
             except psutil.Error:
                 continue
+        return False
 
     def close(self) -> None:
         if self.process and self.process.poll() is None:

@@ -160,4 +160,4 @@ def test_a_parser_of_ours_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "parse_calls", lambda text, tools: real(text.replace('</tool_call>\\" b', ""), tools))
     (finding,) = collect("tool parser", template.parser("qwen25"))
     assert finding.level == "problem"
-    assert finding.message.startswith("SGLang's parser 'qwen25' reads 1 of 12 texts otherwise")
+    assert finding.message.startswith("SGLang's parser 'qwen25' and areal disagree on 1 of 12 texts")

@@ -101,12 +101,12 @@ def test_a_rank_and_a_server_are_killed(run: Run, transport: str, server: str) -
     """Each is replaced while the run goes on, and the weight group formed again without the one that died."""
     run.start(f"weights.transport={transport}")
     assert run.wait(lambda facts: trained(facts) >= 1), run.output()
-    run.kill(server)
+    assert run.kill(server)
     assert run.wait(lambda facts: trained(facts) >= 3), run.output()
-    run.kill("rank")
+    assert run.kill("rank")
     assert run.end() == 0, run.output()
     log = (run.path / "logs" / "controller.log").read_text()
-    assert log.count("the ranks are started again, 1 of 3: trainer rank 0 ended with code 137") == 1
-    assert "the ranks are started again, 2 of 3" not in log
+    assert log.count("the ranks are restarted, 1 of 3: trainer rank 0 ended with code 137") == 1
+    assert "the ranks are restarted, 2 of 3" not in log
     assert log.count(" is dead: ") == 1, "the killed server, and no other"
     run.check()

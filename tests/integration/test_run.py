@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -242,7 +243,9 @@ async def test_servers_join_and_leave_by_the_command(tiny_qwen3: Path, tmp_path:
             async with asyncio.timeout(max(10, start_s / 2)):
                 assert await child.wait() is not None
             stats, state = fleet.stats(), controller.scheduler.state
-            assert f"step     {controller.version} of 1000" in await areal("status")
+            step = re.search(r"step     (\d+) of 1000", await areal("status"))
+            assert step
+            assert 1 < int(step[1]) <= controller.version
             with pytest.raises(subprocess.CalledProcessError) as refused:
                 await areal("servers", "count=0")
             assert refused.value.returncode == 2
@@ -259,8 +262,8 @@ async def test_a_server_that_is_killed_or_hangs_is_replaced_and_no_episode_is_lo
     tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     """SIGKILL to the real SGLang while agents wait on it, later SIGSTOP to all processes of its successor: each time
-    it is started again at the current version, and the calls go on with the tokens that they had."""
-    changes = {"train.steps": 7, "servers.request_timeout_s": 20, "weights.timeout_s": 20}
+    it is restarted at the current version, and the calls continue with the tokens that they had."""
+    changes = {"train.steps": 7, "servers.request_timeout_s": 60, "weights.timeout_s": 20}
     others = set(psutil.Process().children(recursive=True))  # such as the server that tests share
     async with Controller(config(tiny_qwen3, tmp_path, **changes)) as controller:
         train = asyncio.create_task(controller.train(two_turns, tasks(40)))
@@ -274,7 +277,7 @@ async def test_a_server_that_is_killed_or_hangs_is_replaced_and_no_episode_is_lo
         while not fleet.servers[0].calls:
             await asyncio.sleep(0.01)
         controller.cluster.workers._children[0].kill()
-        while not fleet.stats().restarts or fleet.servers[0].state != "open":
+        while not fleet.stats().restarts or fleet.servers[0].state != "accepting":
             assert not train.done()
             await asyncio.sleep(0.05)
         assert fleet.stats().restarts == 1
@@ -349,7 +352,7 @@ def test_a_run_that_goes_on_is_not_resumed_and_ctrl_c_stops_it_within_ten_second
     start_s = time.monotonic() - began
     code, output = resume()
     assert code == 1
-    assert "is written by another process: end that one first" in output
+    assert "is written by another run: end that one first" in output
     assert len(descendants(tmp_path)) >= 4  # the script, SGLang's three processes, the rank
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=max(10, start_s / 2))

@@ -355,10 +355,10 @@ async def test_once_and_refusals(tmp_path: Path, tiny_qwen3: Path, rank_slot: Ra
             return replace(request, batch=replace(batch, **{name: array}))
 
         for bad, text in (
-            (replace(request, max_staleness=0), "I2"),
-            (changed("versions", sampled, 5), "I2"),
+            (replace(request, max_staleness=0), "which is stale: staleness.max is 0"),
+            (changed("versions", sampled, 5), "which is stale: staleness.max is 1"),
             (changed("versions", sampled, 8), "version 8"),
-            (changed("versions", sampled, NOT_SAMPLED), "I5"),
+            (changed("versions", sampled, NOT_SAMPLED), "that no server sampled"),
             (changed("loss_weights", 0, 1), "first token"),
             (changed("ids", sampled, VOCAB), "vocabulary"),
             (changed("logprobs", sampled, np.nan), "gradient norm"),

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STOREYS = (
-    ("types", "errors", "masking", "deadlines"),
+    ("types", "errors", "masking", "deadlines", "threads"),
     ("config",),
     ("data", "folder", "agents", "algorithms"),
     ("workers",),

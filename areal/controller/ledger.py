@@ -14,7 +14,6 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -35,6 +34,7 @@ from areal.controller.reader import (
 )
 from areal.controller.signal import Signal
 from areal.errors import LedgerError
+from areal.threads import DaemonExecutor
 from areal.types import Batch, EpisodeRecord, Group
 
 BACKLOG_BYTES = 64 << 20
@@ -89,7 +89,7 @@ class Ledger(Records):
             )
             super().__init__(folder, connect(folder))
             undo.pop_all()
-        self._thread = ThreadPoolExecutor(1, "ledger")
+        self._thread = DaemonExecutor("ledger")
 
     @classmethod
     def create(cls, folder: str | Path) -> Ledger:
@@ -236,7 +236,6 @@ class Ledger(Records):
                 await self._flush()
                 if self._failure is None:  # folds the write-ahead log into the file, which may take a while
                     await asyncio.get_running_loop().run_in_executor(self._thread, self._written_to.close)
-                    self._thread.shutdown()
         except TimeoutError:
             raise LedgerError(
                 f"ledger {self._folder}: the disk took longer than {deadline_s:g} s; "
@@ -258,7 +257,6 @@ class Ledger(Records):
 
     def _release(self) -> None:
         self._database.close()
-        self._thread.shutdown(wait=False)
         self._lock.close()
 
 

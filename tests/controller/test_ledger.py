@@ -381,6 +381,29 @@ async def test_close_has_a_deadline(tmp_path, monkeypatch):
     with pytest.raises(LedgerError, match=r"took longer than 0\.1 s; 1 facts may be lost"):
         await ledger.close(deadline_s=0.1)
     disk.go.set()
-    ledger._thread.shutdown(wait=True)
+    for thread in threading.enumerate():
+        if thread.name == "ledger":
+            thread.join(10)
     async with ledger_at(tmp_path) as ledger:
         assert list(ledger.facts()) == [Finished(0, 0, 0.0, ())]
+
+
+def test_a_disk_that_never_answers_does_not_keep_the_process(tmp_path):
+    writer = start_writer(
+        """
+        import threading
+
+        async def main():
+            ledger = Ledger.create(sys.argv[1])
+            ledger._write = lambda entries: threading.Event().wait()
+            ledger.append(Completed(0))
+            try:
+                await ledger.close(deadline_s=0.1)
+            except LedgerError as error:
+                print(error)
+        asyncio.run(main())
+        """,
+        tmp_path,
+    )
+    assert "took longer than 0.1 s; 1 facts may be lost" in writer.communicate(timeout=60)[0]
+    assert writer.returncode == 0

@@ -24,6 +24,7 @@ from areal.controller.rollout import Agent, Failure, RolloutLoop
 from areal.controller.scheduler import Scheduler
 from areal.controller.signal import Signal
 from areal.controller.train import TrainLoop
+from areal.deadlines import Deadlines
 from areal.simulation.campaign import campaign, quiet, simulate
 from areal.simulation.case import draw
 from areal.simulation.clock import VirtualLoop
@@ -196,8 +197,10 @@ def test_it_finds_a_group_that_is_trained_twice(monkeypatch: pytest.MonkeyPatch)
 def test_it_finds_a_failure_that_became_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     run_episode = rollout.run_episode
 
-    async def rewarded(agent: Agent, episode: Episode, task: Task, timeout_s: float) -> EpisodeRecord | Failure:
-        outcome = await run_episode(agent, episode, task, timeout_s)
+    async def rewarded(
+        agent: Agent, episode: Episode, task: Task, timeout_s: float, deadlines: Deadlines
+    ) -> EpisodeRecord | Failure:
+        outcome = await run_episode(agent, episode, task, timeout_s, deadlines)
         failed = isinstance(outcome, Failure) and outcome.kind in ("timeout", "server")
         return episode.finish(0.0, timeout_s) if failed else outcome
 

@@ -162,7 +162,7 @@ class Calls:
         try:
             part = await server.client.generate(call.rid, ids, sampling)
             if server.state == "paused":  # until it accepts, it is not known whether the weights were the right ones
-                await server.until("accepting", "dead")
+                await server.until("accepting", "dead", "gone")
             server.heard()
             self.tokens += len(part.output_ids)
             self.cached_tokens += part.cached_tokens

@@ -123,7 +123,7 @@ class Fleet:
 
     async def pause(self, server: Server) -> None:
         """Stop generating on a server that is about to load weights; its requests stay there. Raises ServerError."""
-        self._stop_accepting(server, "paused")
+        self._stop_accepting(server, server.state if server.is_dead else "paused")
         await server.client.pause()
 
     def accept(self, server: Server, label: str) -> None:
@@ -173,8 +173,8 @@ class Fleet:
     # -- life
 
     async def run(self, sync: Callable[[Server], Awaitable[None]] | None = None) -> None:
-        """Watch the servers until close(). sync(server) brings a server that came up to the current weights and opens
-        it; without it, the weights that it has will do. Raises ProcessError or ServerLost when no server is left."""
+        """Watch the servers until close(). sync(server) brings a server that came up to the current weights; without
+        it, the weights that it has will do. Raises ProcessError or ServerLost when no server is left."""
         try:
             async with self._calls, asyncio.TaskGroup() as tasks:
                 self._tasks, self._sync = tasks, sync
@@ -277,12 +277,7 @@ class Fleet:
         left = sum(s.state != "gone" for s in self.servers)
         if not left:
             raise ProcessError(f"no server is left after servers.restarts={limit} restarts of each: {server.reason}")
-        log.error(
-            "server %d is given up; the run continues with %d of %d",
-            server.index,
-            left,
-            len(self.servers),
-        )
+        log.error("server %d is given up; the run continues with %d of %d", server.index, left, len(self.servers))
         return None
 
     async def _returned(self, server: Server) -> None:

@@ -597,3 +597,14 @@ async def test_many_calls_through_two_publications() -> None:
             assert versions == sorted(versions)
             interrupted += completion.interruptions
         assert interrupted == fleet.stats().interruptions >= 64
+
+
+async def test_a_dead_server_is_not_paused() -> None:
+    """It died between the choice of a publication's servers and its turn: it stays dead, and is restarted once."""
+    async with running(FakeServer()) as fleet:
+        (server,) = fleet.servers
+        fleet.fail(server, "its process ended")
+        with suppress(ServerError):
+            await fleet.pause(server)
+        await fleet.interrupt(server)
+        assert server.state == "dead"

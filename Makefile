@@ -37,7 +37,7 @@ lint: $(TOOLS)
 
 unit: $(TOOLS)
 	@echo '== unit tests, without SGLang and Megatron'
-	@$(PYTEST) --numprocesses 2 --ignore tests/integration --ignore tests/kill $(ARGS)
+	@$(PYTEST) --numprocesses 2 --dist worksteal --ignore tests/integration --ignore tests/kill $(ARGS)
 
 integration: $(TOOLS)
 	@echo '== integration tests, with real SGLang servers and real Megatron ranks'

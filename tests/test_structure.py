@@ -28,13 +28,14 @@ IN_CONTROLLER = (
     ("scheduler", "ledger", "router"),
     ("log", "calls", "broadcast"),
     ("fleet", "rollout"),
-    ("weights", "evaluation", "watchdog"),
+    ("weights", "watchdog"),
     ("cluster",),
-    ("report", "servers"),
+    ("evaluation", "servers", "report"),
     ("train",),
     ("controller",),
 )
-LINES = {"": 16_000, "controller": 4_400}
+LINES = {"": 15_960, "controller": 4_350}
+"""Lines of the whole package and of the controller, which may shrink: the goals are 14,800 and 3,500."""
 FUNCTION_LINES = 60
 
 

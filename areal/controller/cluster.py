@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -114,6 +114,11 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
+
+    def describe(self, episodes: Iterable[Episode]) -> list[str]:
+        """What these episodes wait for, the longest wait first, then what the servers do (for the watchdog)."""
+        oldest = sorted(episodes, key=lambda episode: episode.awaits[1])[:8]
+        return [*(f"{episode.state}{self.fleet.where(episode.key)}" for episode in oldest), *self.fleet.waits()[:8]]
 
     def episode(
         self, group: int, member: int, task_id: str, sampling: Sampling, agent: str, journal: Journal | None = None

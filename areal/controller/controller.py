@@ -26,11 +26,11 @@ from areal.agents.journal import Journal
 from areal.checks import before_run
 from areal.config import Config
 from areal.controller.cluster import Cluster
-from areal.controller.evaluation import Evaluation, evaluate
+from areal.controller.evaluation import Evaluation, Outside
 from areal.controller.ledger import Ledger
 from areal.controller.log import RunLog
 from areal.controller.report import Reporter
-from areal.controller.rollout import Agent, Failure, RolloutLoop, name_of, run_episode
+from areal.controller.rollout import Agent, RolloutLoop
 from areal.controller.scheduler import Scheduler, SchedulerSettings
 from areal.controller.servers import Membership
 from areal.controller.train import TrainLoop
@@ -48,9 +48,6 @@ from areal.workers.local import LocalWorkers
 from areal.workers.protocols import Workers
 
 log = logging.getLogger("areal")
-
-EVALUATION = -1
-"""The group number of episodes that are not trained on."""
 
 
 class Controller:
@@ -72,15 +69,12 @@ class Controller:
         self._deadlines = deadlines
         self._workers = workers(config)
         self._stack = AsyncExitStack()
-        self._rollouts = 0
         self._has_trained = False
         self._tasks: Tasks | None = None
         self._membership: Membership | None = None
         self._training: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._over = False
-        self._outside: dict[Episode, None] = {}
-        """Episodes in progress that are not trained on."""
 
     # -- start and end
 
@@ -181,6 +175,7 @@ class Controller:
             changed=self.log.changed,
             deadlines=self._deadlines,
         )
+        self._outside = Outside(config, self.cluster, self._watchdog, self._deadlines)
 
     def _delete_unknown_checkpoints(self) -> None:
         """Those that the ledger does not name were completed too late."""
@@ -349,19 +344,7 @@ class Controller:
         under this name. Raises TooManyFailures when more than `failures.agent` episodes failed for good.
         """
         rows = await asyncio.to_thread(evaluation_tasks, self.config) if tasks is None else check(list(tasks))
-        config = self.config
-        async with self._warning() as wait:
-
-            async def one(index: int, task: Task) -> EpisodeRecord | Failure:
-                outcome = await self._run_outside(agent, index, task, greedy)
-                wait.progress()
-                return outcome
-
-            # As many at once as training would run: more would only wait at the servers, and time out there.
-            at_once = config.servers.max_running * len(self.cluster.fleet.servers)
-            result = await evaluate(
-                rows, one, at_once=at_once, retries=config.episode.retries, budget=config.failures.agent
-            )
+        result = await self._outside.evaluate(agent, rows, greedy=greedy)
         kind = "greedy" if greedy else "sampled"
         failed = f", {result.failed} failed" if result.failed else ""
         success, mean = result.success, result.mean
@@ -374,21 +357,7 @@ class Controller:
 
     async def rollout(self, agent: Agent, task: Task, *, greedy: bool = False) -> EpisodeRecord:
         """One episode on the current weights, not trained on. Raises what the agent raised."""
-        self._rollouts += 1
-        async with self._warning():
-            outcome = await self._run_outside(agent, self._rollouts, task, greedy)
-        if isinstance(outcome, Failure):
-            raise outcome.error
-        return outcome
-
-    async def _run_outside(self, agent: Agent, index: int, task: Task, greedy: bool) -> EpisodeRecord | Failure:
-        sampling = Sampling(self.config.sampling.max_new_tokens, 0.0 if greedy else self.config.sampling.temperature)
-        episode = self.cluster.episode(EVALUATION, index, str(task["id"]), sampling, name_of(agent))
-        self._outside[episode] = None
-        try:
-            return await run_episode(agent, episode, task, self.config.episode.timeout_s, self._deadlines)
-        finally:
-            del self._outside[episode]
+        return await self._outside.rollout(agent, task, greedy=greedy)
 
     def _training_episode(self, group: int, member: int, task_id: str, agent: str, first: bool) -> Episode:
         sampling = Sampling(self.config.sampling.max_new_tokens, self.config.sampling.temperature)
@@ -434,21 +403,16 @@ class Controller:
             "steps": self.scheduler.settings.last_version,
             **self._reporter.status(),
             "groups": {"open": len(state.open), "trained": state.trained, "dropped": dict(state.dropped)},
-            "episodes": len(self._rollout.running) + len(self._outside),
+            "episodes": len(self._rollout.running) + len(self._outside.running),
             "ranks": {"count": self.config.trainer.ranks, "version": ranks.version, "restarts": ranks.restarts},
             "servers": fleet.describe(),
             "queued": fleet.stats().waiting,
             "waits": self._describe(),
         }
 
-    def _warning(self, what: str = "") -> AbstractAsyncContextManager[Wait]:
-        """The watchdog warns when this takes long. what: is waited for; without it, the episodes outside training."""
-        return self._watchdog.warning(lambda: [what] if what else self._describe_episodes(self._outside))
+    def _warning(self, what: str) -> AbstractAsyncContextManager[Wait]:
+        """The watchdog warns when this takes long."""
+        return self._watchdog.warning(lambda: [what])
 
     def _describe(self) -> list[str]:
-        return [*waits_of(self.scheduler), *self._describe_episodes(self._rollout.running.values())]
-
-    def _describe_episodes(self, episodes: Iterable[Episode]) -> list[str]:
-        fleet = self.cluster.fleet
-        oldest = sorted(episodes, key=lambda episode: episode.awaits[1])[:8]
-        return [*(f"{episode.state}{fleet.where(episode.key)}" for episode in oldest), *fleet.waits()[:8]]
+        return [*waits_of(self.scheduler), *self.cluster.describe(self._rollout.running.values())]

@@ -1,18 +1,26 @@
-"""Episodes that are not trained on: one for each task of an evaluation."""
+"""Episodes that are not trained on: single ones, and one for each task of an evaluation."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from areal.controller.rollout import Failure
+from areal.agents.episode import Episode
+from areal.config import Config
+from areal.controller.cluster import Cluster
+from areal.controller.rollout import Agent, Failure, name_of, run_episode
+from areal.controller.watchdog import Watchdog
+from areal.deadlines import Deadlines
 from areal.errors import TooManyFailures, root_cause
-from areal.types import EpisodeRecord, Task
+from areal.types import EpisodeRecord, Sampling, Task
 
 log = logging.getLogger("areal")
+
+EVALUATION = -1
+"""The group number of episodes that are not trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +45,67 @@ class Evaluation:
         return sum(values) / len(values) if values else math.nan
 
 
-async def evaluate(
-    rows: Sequence[Task],
-    run: Callable[[int, Task], Awaitable[EpisodeRecord | Failure]],
-    *,
-    at_once: int,
-    retries: int,
-    budget: int,
-) -> Evaluation:
-    """Call run(index, task) on each row, `at_once` of them at a time, and `retries` times more where it fails.
-    Raises TooManyFailures when more than `budget` failed for good."""
-    rewards: dict[str, list[float]] = {}
-    failures: list[Failure] = []
+class Outside:
+    """Runs episodes that are not trained on, on the current weights. running: those in progress."""
 
-    async def one(index: int, task: Task) -> None:
-        for left in reversed(range(retries + 1)):
-            outcome = await run(index, task)
-            if isinstance(outcome, EpisodeRecord):
-                rewards.setdefault(task["id"], []).append(outcome.reward)
-                return
-            if not left:
-                failures.append(outcome)
-                log.warning("evaluation of task %s failed: %s", task["id"], outcome.summary)
-        if len(failures) > budget:
-            raise TooManyFailures(f"{len(failures)} evaluation episodes failed; the last:\n{failures[-1].message}")
+    def __init__(self, config: Config, cluster: Cluster, watchdog: Watchdog, deadlines: Deadlines) -> None:
+        self.running: dict[Episode, None] = {}
+        self._config = config
+        self._cluster = cluster
+        self._watchdog = watchdog
+        self._deadlines = deadlines
+        self._rollouts = 0
 
-    # As many at once as training would run: more would only wait at the servers, on their deadlines.
-    room = asyncio.Semaphore(at_once)
-    try:
-        async with asyncio.TaskGroup() as episodes:
-            for index, task in enumerate(rows):
-                await room.acquire()
-                episodes.create_task(one(index, task)).add_done_callback(lambda _: room.release())
-    except BaseExceptionGroup as group:
-        cause = root_cause(group)
-        raise cause from cause.__cause__
-    return Evaluation(rewards, len(failures))
+    async def rollout(self, agent: Agent, task: Task, *, greedy: bool) -> EpisodeRecord:
+        """One episode. Raises what the agent raised."""
+        self._rollouts += 1
+        async with self._watchdog.warning(self._describe):
+            outcome = await self._run(agent, self._rollouts, task, greedy)
+        if isinstance(outcome, Failure):
+            raise outcome.error
+        return outcome
+
+    async def evaluate(self, agent: Agent, rows: Sequence[Task], *, greedy: bool) -> Evaluation:
+        """One episode of each row, tried `episode.retries` times more where it fails. Raises TooManyFailures when more
+        than `failures.agent` failed for good."""
+        config = self._config
+        rewards: dict[str, list[float]] = {}
+        failures: list[Failure] = []
+        # As many at once as training would run: more would only wait at the servers, and time out there.
+        room = asyncio.Semaphore(config.servers.max_running * len(self._cluster.fleet.servers))
+
+        async def one(index: int, task: Task) -> None:
+            for left in reversed(range(config.episode.retries + 1)):
+                outcome = await self._run(agent, index, task, greedy)
+                wait.progress()
+                if isinstance(outcome, EpisodeRecord):
+                    rewards.setdefault(task["id"], []).append(outcome.reward)
+                    return
+                if not left:
+                    failures.append(outcome)
+                    log.warning("evaluation of task %s failed: %s", task["id"], outcome.summary)
+            if len(failures) > config.failures.agent:
+                raise TooManyFailures(f"{len(failures)} evaluation episodes failed; the last:\n{failures[-1].message}")
+
+        try:
+            async with self._watchdog.warning(self._describe) as wait, asyncio.TaskGroup() as episodes:
+                for index, task in enumerate(rows):
+                    await room.acquire()
+                    episodes.create_task(one(index, task)).add_done_callback(lambda _: room.release())
+        except BaseExceptionGroup as group:
+            cause = root_cause(group)
+            raise cause from cause.__cause__
+        return Evaluation(rewards, len(failures))
+
+    async def _run(self, agent: Agent, index: int, task: Task, greedy: bool) -> EpisodeRecord | Failure:
+        config = self._config
+        sampling = Sampling(config.sampling.max_new_tokens, 0.0 if greedy else config.sampling.temperature)
+        episode = self._cluster.episode(EVALUATION, index, str(task["id"]), sampling, name_of(agent))
+        self.running[episode] = None
+        try:
+            return await run_episode(agent, episode, task, config.episode.timeout_s, self._deadlines)
+        finally:
+            del self.running[episode]
+
+    def _describe(self) -> list[str]:
+        return self._cluster.describe(self.running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -48,10 +49,11 @@ class Weights:
         return scores
 
     def write(self, folder: Path) -> None:
-        """Whole or not at all."""
+        """Whole or not at all; a folder of that name is replaced, as the real ranks do."""
         temporary = folder.with_name(f".{folder.name}")
         temporary.mkdir(parents=True, exist_ok=True)
         (temporary / "weights.json").write_bytes(orjson.dumps(self))
+        shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
 
     @classmethod

@@ -37,6 +37,7 @@ FIXED_SEEDS: dict[int, str] = {
     1326: "a server that left after all servers of its weight group had died ended the run",
     7093: "a server that ranks could not give its weights was never opened, and without it there was no step",
     8914: "a stop while ranks repeated their steps ended with an error of the scheduler",
+    9506: "an export of the simulated ranks did not replace one of the same version, as that of the real ones does",
     9188: "a server that came up while restarted ranks repeated steps was never opened",
 }
 """Seeds that find a fault, and what it was. (Drawing more, or another order of timers, changes what a seed stands for:

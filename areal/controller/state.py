@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from areal.controller.facts import (
@@ -23,23 +22,23 @@ from areal.controller.facts import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenGroup:
-    """A group that is neither trained nor dropped. `after` gives it as a fact leaves it."""
+    """A group that is neither trained nor dropped. `after` gives a copy of it as a fact leaves it."""
 
     number: int
     task_id: str
     position: int
     members: int
-    rewards: Mapping[int, float] = field(default_factory=dict)
+    rewards: dict[int, float] = field(default_factory=dict)
     """Of the members that finished."""
-    tokens: Mapping[int, int] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
     """Loss tokens of the members that finished, by version."""
-    failures: Mapping[int, int] = field(default_factory=dict)
+    failures: dict[int, int] = field(default_factory=dict)
     """Failed tries, by member."""
-    failed_tokens: Mapping[int, int] = field(default_factory=dict)
+    failed_tokens: dict[int, int] = field(default_factory=dict)
     """Sampled tokens of the last failed try, by member."""
-    gave_up: frozenset[int] = frozenset()
+    gave_up: set[int] = field(default_factory=set)
     ready: bool = False
 
     @property
@@ -47,20 +46,31 @@ class OpenGroup:
         """Members that have neither finished nor been given up: those to run, or running."""
         return [m for m in range(self.members) if m not in self.rewards and m not in self.gave_up]
 
-    def after(self, fact: Finished | Failed | GaveUp | Completed) -> OpenGroup:
+    def apply(self, fact: Finished | Failed | GaveUp | Completed) -> None:
         match fact:
             case Finished():
-                tokens = dict(self.tokens)
+                self.rewards[fact.member] = fact.reward
                 for version, count in fact.tokens:
-                    tokens[version] = tokens.get(version, 0) + count
-                return replace(self, rewards={**self.rewards, fact.member: fact.reward}, tokens=tokens)
+                    self.tokens[version] = self.tokens.get(version, 0) + count
             case Failed():
-                failures = {**self.failures, fact.member: self.failures.get(fact.member, 0) + 1}
-                return replace(self, failures=failures, failed_tokens={**self.failed_tokens, fact.member: fact.tokens})
+                self.failures[fact.member] = self.failures.get(fact.member, 0) + 1
+                self.failed_tokens[fact.member] = fact.tokens
             case GaveUp():
-                return replace(self, gave_up=self.gave_up | {fact.member})
+                self.gave_up.add(fact.member)
             case Completed():
-                return replace(self, ready=True)
+                self.ready = True
+
+    def after(self, fact: Finished | Failed | GaveUp | Completed) -> OpenGroup:
+        copy = replace(
+            self,
+            rewards=dict(self.rewards),
+            tokens=dict(self.tokens),
+            failures=dict(self.failures),
+            failed_tokens=dict(self.failed_tokens),
+            gave_up=set(self.gave_up),
+        )
+        copy.apply(fact)
+        return copy
 
 
 @dataclass(slots=True)
@@ -135,18 +145,19 @@ class State:
                 self.admitted += 1
                 self.position = max(self.position, fact.position + 1)
             case Finished():
-                self.open[fact.group] = self.open[fact.group].after(fact)
+                self.open[fact.group].apply(fact)
                 self.finished += 1
                 self.failures_in_a_row.clear()
             case Failed():
-                self.open[fact.group] = self.open[fact.group].after(fact)
+                self.open[fact.group].apply(fact)
                 self.failures[fact.kind] = self.failures.get(fact.kind, 0) + 1
                 self.failures_in_a_row[fact.kind] = self.failures_in_a_row.get(fact.kind, 0) + 1
             case GaveUp():
-                group = self.open[fact.group] = self.open[fact.group].after(fact)
+                group = self.open[fact.group]
+                group.apply(fact)
                 self.lost.add(1, group.failed_tokens.get(fact.member, 0))
             case Completed():
-                self.open[fact.group] = self.open[fact.group].after(fact)
+                self.open[fact.group].apply(fact)
             case Dropped():
                 group = self.open.pop(fact.group)
                 if fact.reason != "uniform":
